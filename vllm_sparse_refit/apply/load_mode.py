@@ -1,0 +1,179 @@
+"""The dispatch mode under which a native loader's copies are observed or made sparse."""
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vllm_sparse_refit.apply.placement import Box, BoxCopy
+from vllm_sparse_refit.apply.processing import storage_key
+from vllm_sparse_refit.codec.delta import SparseOperation, TensorDelta
+from vllm_sparse_refit.errors import UnsupportedModelError
+
+aten = torch.ops.aten
+
+
+class LoadKind(enum.StrEnum):
+    """How the native loader gets one canonical tensor into this rank's parameters."""
+
+    SKIP = "skip"
+    """It copies nothing of it here (another pipeline stage's layer, a tied head)."""
+    VIEW = "view"
+    """Plain copies of strided boxes, bits unchanged: xor and sparse overwrite both work."""
+    TRANSFORM = "transform"
+    """A cast or an elementwise transform: sparse overwrite works, with a marker for "unchanged"."""
+    DENSE = "dense"
+    """A transform that mixes elements, or copies that overlap: all elements must be there."""
+    UNSUPPORTED = "unsupported"
+    """It cannot be updated exactly."""
+
+
+@dataclass(frozen=True, eq=False)
+class LoaderCopy:
+    """One write of the native loader into a watched storage.
+
+    Attributes:
+        target: the view written to, detached; keeps its storage alive.
+        boxes: source and target boxes of a plain view copy; None when the source was a temporary, was
+            cast, or was broadcast.
+        source: the tensor copied from; kept only when asked for.
+    """
+
+    target: torch.Tensor
+    boxes: BoxCopy | None
+    source: torch.Tensor | None = None
+
+    @property
+    def target_box(self) -> Box:
+        return Box.of(self.target)
+
+
+@dataclass(frozen=True, eq=False)
+class LoaderWeight:
+    """One canonical tensor on its way through the native loader.
+
+    Attributes:
+        source: stands for the canonical tensor, contiguous, full shape. For a VIEW its content is never
+            read.
+        deltas: what to write, each of the same tensor with spans that do not overlap.
+        sentinel: for a sparse TRANSFORM, the bits in ``source`` that mean "unchanged"; None when all
+            elements of ``source`` count.
+    """
+
+    name: str
+    source: torch.Tensor
+    kind: LoadKind = LoadKind.VIEW
+    operation: SparseOperation | None = None
+    deltas: tuple[TensorDelta, ...] = ()
+    sentinel: int | None = None
+
+
+class CopySink(Protocol):
+    """Takes the loader's copies: records them, or writes the sparse part of them."""
+
+    def copy(self, weight: LoaderWeight, copy: LoaderCopy) -> None: ...
+
+
+class _SparseWeightLoadMode(TorchDispatchMode):
+    """Turn native loader copies into sparse XOR or overwrite.
+
+    While active, no operator writes to a watched storage. ``copy_`` is handed to the sink with the
+    weight that is being loaded; filling vocabulary padding with zeros is dropped, since the padding holds
+    zeros already; every other write raises :class:`UnsupportedModelError`, naming operator and weight.
+    Assigning ``.data`` is no operator and is not seen here: the caller compares storages.
+
+    Args:
+        targets: the watched storages by :func:`storage_key`: all that belongs to the live model.
+        sink: see :class:`CopySink`.
+    """
+
+    def __init__(self, targets: Mapping[int, object], sink: CopySink) -> None:
+        super().__init__()
+        self._targets = targets
+        self._sink = sink
+        self._weight: LoaderWeight | None = None
+
+    def start(self, weight: LoaderWeight) -> None:
+        """Say which canonical tensor the loader is about to get."""
+        self._weight = weight
+
+    def finish(self) -> None:
+        """Say that the loader is done with the current tensor."""
+        self._weight = None
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is aten.copy_.default and storage_key(args[0]) in self._targets:
+            self._copy(args[0], args[1])
+            return args[0]
+        if (written := self._watched_argument(func, args, kwargs)) is not None:
+            self._other_write(func, written, args)
+            return args[0]
+        return func(*args, **kwargs)
+
+    def _current(self) -> LoaderWeight:
+        if self._weight is None:
+            raise UnsupportedModelError(
+                "the model's load_weights() writes a parameter before it takes the first weight"
+            )
+        return self._weight
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        weight = self._current()
+        boxes = _plain_boxes(weight.source, target, source)
+        self._sink.copy(weight, LoaderCopy(target.detach(), boxes, source.detach()))
+
+    def _watched_argument(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> torch.Tensor | None:
+        """The first watched tensor that ``func`` would write to, by its schema."""
+        if not func._schema.is_mutable:
+            return None
+        for index, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            for tensor in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(tensor, torch.Tensor) and storage_key(tensor) in self._targets:
+                    return tensor
+        return None
+
+    def _other_write(self, func: Any, target: torch.Tensor, args: tuple[Any, ...]) -> None:
+        weight = self._current()
+        fill = {aten.fill_.Scalar, aten.fill_.Tensor}
+        if func in fill and target.numel() == 1 and weight.source.numel() == 1:
+            # vLLM's default loader fills one-element parameters instead of copying into them.
+            source = torch.full((), float(args[1]), dtype=target.dtype)
+            self._sink.copy(weight, LoaderCopy(target.detach(), None, source))
+        elif func is aten.zero_.default or (func in fill and float(args[1]) == 0.0):
+            return
+        else:
+            raise UnsupportedModelError(
+                f"{weight.name}: the model's loader writes to a parameter with {func}, "
+                "which cannot be made sparse"
+            )
+
+
+def _plain_boxes(
+    canonical: torch.Tensor, target: torch.Tensor, source: torch.Tensor
+) -> BoxCopy | None:
+    """The boxes of a copy that moves bits of the canonical tensor unchanged, else None."""
+    same_bits = source.dtype == target.dtype and source.element_size() == canonical.element_size()
+    if (
+        storage_key(source) != storage_key(canonical)
+        or not same_bits
+        or source.shape != target.shape
+        or source.is_neg()
+        or source.is_conj()
+    ):
+        return None
+    return BoxCopy(Box.of(source), Box.of(target))

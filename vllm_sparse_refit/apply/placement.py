@@ -1,0 +1,151 @@
+"""Where the elements of a canonical tensor land in a parameter: strided boxes and their arithmetic.
+
+Everything here is pure: tensors are only ever index vectors.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+
+@dataclass(frozen=True)
+class Box:
+    """A strided box of elements in a flat storage; all three in elements, not bytes."""
+
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Self:
+        """The box that ``tensor`` occupies in its own storage."""
+        return cls(tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def end(self) -> int:
+        """One past the last element touched; ``offset`` for an empty box."""
+        if self.numel == 0:
+            return self.offset
+        reach = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+        return self.offset + reach + 1
+
+    @property
+    def is_injective(self) -> bool:
+        """Whether a flat position decomposes into the box's coordinates in at most one way.
+
+        Sufficient test: with the axes sorted by stride, each stride is larger than everything that
+        the smaller axes can add up to.
+        """
+        reach = 0
+        for size, stride in sorted(_axes(self), key=lambda axis: axis[1]):
+            if stride <= reach:
+                return False
+            reach += (size - 1) * stride
+        return True
+
+
+def _axes(box: Box) -> list[tuple[int, int]]:
+    return [(n, s) for n, s in zip(box.shape, box.strides, strict=True) if n != 1]
+
+
+@dataclass(frozen=True)
+class BoxCopy:
+    """One plain copy seen in a native loader: ``source`` in the canonical tensor, ``target`` in a storage.
+
+    Both boxes have the same shape, axis by axis.
+    """
+
+    source: Box
+    target: Box
+
+    def axes(self) -> list[tuple[int, int, int]]:
+        """``(size, source stride, target stride)``, largest source stride first, neighbours merged.
+
+        Two axes that are contiguous with each other on both sides are one longer axis, so that the
+        copy of a whole tensor, or of a block of its rows, has a single axis.
+        """
+        shape, source, target = self.source.shape, self.source.strides, self.target.strides
+        axes = [(n, s, t) for n, s, t in zip(shape, source, target, strict=True) if n != 1]
+        axes.sort(key=lambda axis: axis[1], reverse=True)
+        merged: list[tuple[int, int, int]] = []
+        for size, src, dst in axes:
+            if merged:
+                outer_size, outer_src, outer_dst = merged[-1]
+                if outer_src == size * src and outer_dst == size * dst:
+                    merged[-1] = (outer_size * size, src, dst)
+                    continue
+            merged.append((size, src, dst))
+        return merged
+
+
+def place(copy: BoxCopy, locations: torch.Tensor | range) -> tuple[torch.Tensor, torch.Tensor]:
+    """Map canonical positions through one copy.
+
+    Args:
+        copy: a copy whose source box :attr:`Box.is_injective`.
+        locations: strictly ascending flat positions in the canonical tensor.
+
+    Returns:
+        ``(selected, positions)``, both int64 and 1-D on the CPU: the indices into ``locations`` that
+        fall into the source box, and for each the flat position in the target storage.
+    """
+    first, last = _narrow(locations, copy.source.offset, copy.source.end)
+    rest = _as_int64(locations, first, last) - copy.source.offset
+    axes = copy.axes()
+    positions = torch.full_like(rest, copy.target.offset)
+    if len(axes) == 1 and axes[0][1] == 1:
+        # One run of consecutive elements: all that was narrowed to is inside.
+        return torch.arange(first, last), positions.add_(rest, alpha=axes[0][2])
+    inside = torch.ones(rest.numel(), dtype=torch.bool)
+    for size, source_stride, target_stride in axes:
+        index = torch.div(rest, source_stride, rounding_mode="floor")
+        inside &= index < size
+        positions.add_(index, alpha=target_stride)
+        rest.sub_(index, alpha=source_stride)
+    inside &= rest == 0
+    kept = torch.nonzero(inside).squeeze(1)
+    return kept + first, positions[kept]
+
+
+def _narrow(locations: torch.Tensor | range, begin: int, end: int) -> tuple[int, int]:
+    """The index range of ``locations`` whose values lie in ``[begin, end)``."""
+    if isinstance(locations, range):
+        first = min(max(begin - locations.start, 0), len(locations))
+        return first, max(first, min(end - locations.start, len(locations)))
+    largest = torch.iinfo(locations.dtype).max
+    count = locations.numel()
+    first = _count_below(locations, begin) if begin <= largest else count
+    last = _count_below(locations, end) if end <= largest else count
+    return first, last
+
+
+def _count_below(locations: torch.Tensor, bound: int) -> int:
+    return int(torch.searchsorted(locations, torch.tensor(bound, dtype=locations.dtype)))
+
+
+def _as_int64(locations: torch.Tensor | range, first: int, last: int) -> torch.Tensor:
+    if isinstance(locations, range):
+        return torch.arange(locations.start + first, locations.start + last)
+    return locations[first:last].to(torch.int64)
+
+
+def boxes_overlap(a: Box, b: Box) -> bool:
+    """Whether two boxes of one storage share an element. Exact.
+
+    Boxes with disjoint extents, the usual case, cost nothing; interleaved ones (column blocks of one
+    matrix) are marked in a mask as long as their common extent.
+    """
+    if a.numel == 0 or b.numel == 0 or a.end <= b.offset or b.end <= a.offset:
+        return False
+    start = min(a.offset, b.offset)
+    mask = torch.zeros(max(a.end, b.end) - start, dtype=torch.bool)
+    mask.as_strided(a.shape, a.strides, a.offset - start).fill_(True)
+    return bool(mask.as_strided(b.shape, b.strides, b.offset - start).any())

@@ -1,0 +1,275 @@
+"""What a model's post-load processing does to its weights, observed while the model loads.
+
+After vLLM has loaded a checkpoint it lets every layer turn its weights into the form its kernel wants
+(``process_weights_after_loading``). A layer that does so is *packed*: its native loader would write values
+in a layout that the kernel no longer reads, often without any error. Shape and dtype do not tell, so the
+bits, storages and attributes of every module are compared before and after.
+"""
+
+import functools
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import xxhash
+
+from vllm_sparse_refit.codec.dtypes import bits_view
+
+_CHUNK = 1 << 24
+
+ViewKey = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Identifies the storage that ``tensor`` views, as long as that storage lives."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def view_key(tensor: torch.Tensor) -> ViewKey:
+    """Identifies exactly the elements that ``tensor`` views, as long as its storage lives."""
+    return (
+        storage_key(tensor),
+        tensor.storage_offset(),
+        tuple(tensor.shape),
+        tuple(tensor.stride()),
+        tensor.dtype,
+    )
+
+
+@dataclass(frozen=True)
+class PackedLayer:
+    """A module whose runtime state is no longer what its native loader writes."""
+
+    module: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class _TensorState:
+    identity: int
+    view: ViewKey
+    digest: bytes
+
+
+@dataclass(frozen=True)
+class _ModuleState:
+    parameters: Mapping[str, _TensorState]
+    buffers: Mapping[str, _TensorState]
+    attributes: Mapping[str, object]
+    method_attributes: Mapping[str, object]
+
+
+class PostLoadObserver:
+    """Collects, for each model loaded while it watches, the layers that processing packed.
+
+    One owner: the worker that loads the model. Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._reports: list[tuple[torch.nn.Module, tuple[PackedLayer, ...]]] = []
+
+    def report(self, model: torch.nn.Module) -> tuple[PackedLayer, ...] | None:
+        """The packed layers of ``model``, or None when its loading was not observed.
+
+        ``model`` may be a wrapper put around the observed module after loading (LoRA, a graph
+        wrapper); the report is found through the parameters they share.
+        """
+        for observed, packed in self._reports:
+            if observed is model:
+                return packed
+        parameters = {id(p) for p in model.parameters()}
+        for observed, packed in self._reports:
+            if any(id(p) in parameters for p in observed.parameters()):
+                return packed
+        return None
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Observe every model that vLLM's base loader processes while the context is open."""
+        from vllm.model_executor.model_loader import base_loader
+
+        # The loader calls the function as a name in its own module.
+        process = base_loader.process_weights_after_loading
+
+        def observed(model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+            before = _snapshot(model)
+            process(model, *args, **kwargs)
+            self._reports.append((model, tuple(_packed_layers(model, before))))
+
+        with mock.patch.object(base_loader, "process_weights_after_loading", observed):
+            yield
+
+
+def _snapshot(model: torch.nn.Module) -> dict[str, _ModuleState]:
+    return {name: _module_state(module) for name, module in model.named_modules()}
+
+
+def _module_state(module: torch.nn.Module) -> _ModuleState:
+    method = getattr(module, "quant_method", None)
+    return _ModuleState(
+        parameters=_tensor_states(module._parameters),
+        buffers=_tensor_states(module._buffers),
+        attributes=_attributes(module),
+        method_attributes=_attributes(method) if method is not None else {},
+    )
+
+
+def _tensor_states(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, _TensorState]:
+    return {
+        name: _TensorState(id(tensor), view_key(tensor), tensor_digest(tensor))
+        for name, tensor in tensors.items()
+        if tensor is not None
+    }
+
+
+_MODULE_INTERNALS = frozenset(torch.nn.Module().__dict__)
+
+
+def _attributes(owner: object) -> dict[str, object]:
+    """The instance attributes of ``owner`` that could hold weight data, the nn.Module registries aside.
+
+    A tensor is remembered with its digest, so that a write into it shows.
+    """
+    found: dict[str, object] = {}
+    for name, value in getattr(owner, "__dict__", {}).items():
+        if name in _MODULE_INTERNALS or isinstance(value, torch.nn.Module):
+            continue
+        found[name] = (value, tensor_digest(value)) if isinstance(value, torch.Tensor) else value
+    return found
+
+
+def tensor_digest(tensor: torch.Tensor) -> bytes:
+    """xxh3-128 over the bits of ``tensor`` in row-major order, read chunk by chunk."""
+    digest = xxhash.xxh3_128()
+    if tensor.is_meta or tensor.numel() == 0:
+        return digest.digest()
+    flat = bits_view(tensor.detach()).reshape(-1)
+    for start in range(0, flat.numel(), _CHUNK):
+        digest.update(flat[start : start + _CHUNK].cpu().numpy())
+    return digest.digest()
+
+
+def _packed_layers(
+    model: torch.nn.Module, before: Mapping[str, _ModuleState]
+) -> Iterator[PackedLayer]:
+    # Storages that were parameters before and are unchanged: a view of one, or another module's tied
+    # parameter, follows an in-place update by itself.
+    after = _snapshot(model)
+    kept_storages: set[int] = set()
+    for name, state in after.items():
+        for key, tensor in state.parameters.items():
+            old = before[name].parameters.get(key) if name in before else None
+            if old is not None and old.view == tensor.view and old.digest == tensor.digest:
+                kept_storages.add(tensor.view[0])
+    for name, module in model.named_modules():
+        if name not in before:
+            yield PackedLayer(name, "the module appeared during post-load processing")
+        elif reason := _first_change(before[name], after[name], module, kept_storages):
+            yield PackedLayer(name, reason)
+
+
+def _first_change(
+    before: _ModuleState, after: _ModuleState, module: torch.nn.Module, kept: set[int]
+) -> str | None:
+    for kind, old, new in (
+        ("parameter", before.parameters, after.parameters),
+        ("buffer", before.buffers, after.buffers),
+    ):
+        for name in sorted(old.keys() | new.keys()):
+            if change := _tensor_change(old.get(name), new.get(name), kept):
+                return f"{kind} {name!r} was {change} by post-load processing"
+    quant_method = getattr(module, "quant_method", None)
+    for label, old_attributes, owner in (
+        ("attribute", before.attributes, module),
+        ("quant method attribute", before.method_attributes, quant_method),
+    ):
+        for name, value in getattr(owner, "__dict__", {}).items():
+            if name in _MODULE_INTERNALS or isinstance(value, torch.nn.Module):
+                continue
+            if _attribute_holds_copy(old_attributes.get(name, _ABSENT), value, kept):
+                return f"{label} {name!r} may hold a copy of weights made by post-load processing"
+    return None
+
+
+def _tensor_change(
+    old: _TensorState | None, new: _TensorState | None, kept: set[int]
+) -> str | None:
+    if new is None:
+        return "removed"
+    if new.view[0] in kept:
+        # Also a parameter that was tied to an unchanged one while loading.
+        return None if old is None or old.digest == new.digest else "rewritten"
+    if old is None:
+        return "added"
+    if old.digest != new.digest or old.view[2:] != new.view[2:]:
+        return "rewritten"
+    if old.view[0] != new.view[0] or old.identity != new.identity:
+        return "replaced"
+    return None
+
+
+_ABSENT = object()
+
+
+def _attribute_holds_copy(old: object, value: object, kept: set[int]) -> bool:
+    if isinstance(value, torch.Tensor):
+        if storage_key(value) in kept:
+            return False
+        was = old[1] if isinstance(old, tuple) and len(old) == 2 else None
+        return was != tensor_digest(value)
+    if value is old:
+        return False
+    if isinstance(value, float):
+        return isinstance(old, float) and old != value
+    return _may_hold_tensors(value, kept, depth=3)
+
+
+_PLAIN = (
+    bool | int | float | complex | str | bytes | torch.dtype | torch.device | torch.Size | type
+)
+
+
+def _may_hold_tensors(value: object, kept: set[int], depth: int) -> bool:
+    """Whether ``value``, new on a module, could hold weight data other than views of live parameters."""
+    if value is None or isinstance(value, _PLAIN | torch.nn.Module | types.ModuleType):
+        return False
+    if isinstance(value, torch.Tensor):
+        return value.numel() > 0 and storage_key(value) not in kept
+    if isinstance(value, types.BuiltinFunctionType):
+        return False
+    if depth == 0:
+        return True
+    return any(_may_hold_tensors(part, kept, depth - 1) for part in _parts(value))
+
+
+def _parts(value: object) -> list[object]:
+    """What a container, a callable or an object refers to; itself when that cannot be seen."""
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, list | tuple | set | frozenset):
+        return list(value)
+    if isinstance(value, types.FunctionType):
+        defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        return _closure(value) + defaults
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, types.MethodType):
+        return [] if isinstance(value.__self__, torch.nn.Module) else [value.__self__]
+    if hasattr(value, "__dict__"):
+        return list(vars(value).values())
+    # An object of an extension type: nothing shows what it holds.
+    return [value]
+
+
+def _closure(function: Callable[..., Any]) -> list[object]:
+    contents: list[object] = []
+    for cell in getattr(function, "__closure__", None) or ():
+        try:
+            contents.append(cell.cell_contents)
+        except ValueError:  # a cell that was never filled
+            continue
+    return contents

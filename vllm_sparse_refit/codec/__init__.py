@@ -1,0 +1,1 @@
+"""Between tensors and payload bytes. Knows no sockets and no vLLM."""

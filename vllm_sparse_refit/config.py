@@ -1,0 +1,146 @@
+"""Every setting, as frozen dataclasses that check themselves.
+
+:class:`WorkerConfig` reaches the workers through vLLM's ``additional_config={"sparse_refit": {...}}``;
+:class:`SyncConfig` is the trainer's.
+"""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from vllm_sparse_refit.errors import ConfigError
+
+PLUGIN_NAME = "sparse_refit"
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+def _require_positive(owner: object, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise ConfigError(
+                f"{type(owner).__name__}.{name} must be a positive number, not {value!r}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig:
+    """Settings of a worker's server and receiver.
+
+    Attributes:
+        enabled: True or False decides; None leaves it to ``VLLM_PLUGINS`` naming the plugin.
+        bind_address: ZeroMQ endpoint of the server; a port of ``*`` takes a free one.
+        api_key_env_var: Name of the environment variable that holds the key shared with the trainer.
+            Needed for any ``bind_address`` that is not loopback.
+        max_payload_bytes: Largest payload accepted from the wire, encoded.
+        max_decoded_bytes: Largest payload accepted, decoded; checked before anything is decompressed.
+        max_staged_bytes: Most decoded bytes held for one transfer.
+        queue_depth: Payloads received and not yet staged, at most.
+        staging_threads: Threads that verify and decode payloads.
+        timeout_s: Longest wait for payloads still under way when a transfer is prepared, in seconds.
+    """
+
+    enabled: bool | None = None
+    bind_address: str = "tcp://127.0.0.1:*"
+    api_key_env_var: str | None = None
+    max_payload_bytes: int = 256 * MIB
+    max_decoded_bytes: int = 1 * GIB
+    max_staged_bytes: int = 16 * GIB
+    queue_depth: int = 8
+    staging_threads: int = 2
+    timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        _require_positive(
+            self,
+            "max_payload_bytes",
+            "max_decoded_bytes",
+            "max_staged_bytes",
+            "queue_depth",
+            "staging_threads",
+            "timeout_s",
+        )
+        if self.enabled is not None and not isinstance(self.enabled, bool):
+            raise ConfigError(f"sparse_refit.enabled must be true or false, not {self.enabled!r}")
+
+    @classmethod
+    def from_additional_config(cls, additional_config: object) -> Self:
+        """Read ``additional_config["sparse_refit"]``; absent means all defaults.
+
+        Raises:
+            ConfigError: the section is no mapping, or has a setting that does not exist.
+        """
+        if not isinstance(additional_config, Mapping) or PLUGIN_NAME not in additional_config:
+            return cls()
+        section: Any = additional_config[PLUGIN_NAME]
+        if not isinstance(section, Mapping):
+            raise ConfigError(
+                f'additional_config["{PLUGIN_NAME}"] must be a mapping of settings, not {section!r}'
+            )
+        known = {field.name for field in dataclasses.fields(cls)}
+        if unknown := sorted(set(section) - known):
+            raise ConfigError(
+                f'additional_config["{PLUGIN_NAME}"] has unknown settings {unknown}; '
+                f"the settings are {sorted(known)}"
+            )
+        # Naming the section is asking for the plugin, unless it says otherwise.
+        return cls(**{"enabled": True, **section})
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncConfig:
+    """Settings of the trainer's side.
+
+    Attributes:
+        api_key_env_var: Name of the environment variable that holds the key shared with the workers.
+        timeout_s: Longest wait for a worker to acknowledge one payload, in seconds, per try.
+        retries: Further tries after a payload was not acknowledged in time.
+        chunk_elements: Elements compared at a time; bounds the trainer's temporary memory.
+        payload_bytes: Encoded size at which a payload is closed and sent, roughly.
+        queue_depth: Items that wait between two stages of the pipeline, at most.
+        compression_level: zstd level.
+        verification_samples: Changed elements read back per tensor after a commit.
+        baseline_dir: Folder for a memory-mapped baseline; None keeps it in RAM.
+        ignore: ``fnmatch`` patterns of checkpoint names that the model's loader skips on purpose and
+            that nobody needs in the engine (``*.rotary_emb.inv_freq``).
+    """
+
+    api_key_env_var: str | None = None
+    timeout_s: float = 60.0
+    retries: int = 2
+    chunk_elements: int = 8 * MIB
+    payload_bytes: int = 16 * MIB
+    queue_depth: int = 2
+    compression_level: int = 1
+    verification_samples: int = 64
+    baseline_dir: str | os.PathLike[str] | None = None
+    ignore: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require_positive(
+            self, "timeout_s", "chunk_elements", "payload_bytes", "queue_depth", "compression_level"
+        )
+        for name in ("retries", "verification_samples"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 0:
+                raise ConfigError(f"SyncConfig.{name} must be a whole number of 0 or more")
+
+
+def read_api_key(env_var: str | None) -> bytes | None:
+    """The key held by an environment variable, or None when no variable is named.
+
+    Raises:
+        ConfigError: the variable is named but unset or empty. The key itself is never in a message.
+    """
+    if env_var is None:
+        return None
+    key = os.environ.get(env_var, "")
+    if not key:
+        raise ConfigError(
+            f"the environment variable {env_var} should hold the API key but is unset or empty; "
+            "export it in this process, or leave api_key_env_var unset to run without a key"
+        )
+    return key.encode()

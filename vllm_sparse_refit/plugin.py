@@ -1,0 +1,159 @@
+"""The ``vllm.general_plugins`` entry point: what enabling the plugin does to vLLM's workers.
+
+vLLM calls :func:`register` in the front end, the engine core and every worker process, in a worker from
+inside ``WorkerWrapperBase.init_worker``. The one slot for extensions (``worker_extension_cls``) stays the
+user's: the RPC methods are attached to the wrapper around the worker, which vLLM looks up first, and act on
+the worker inside it.
+"""
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from vllm_sparse_refit.config import PLUGIN_NAME, WorkerConfig, read_api_key
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger(__name__)
+
+_REGISTERED = "_sparse_refit_registered"
+
+
+def register() -> None:
+    """Attach the RPC methods and the server's life cycle to vLLM's worker wrapper. Idempotent.
+
+    By itself this opens no port and changes no behaviour: whether the plugin is enabled is decided when a
+    worker loads its model, by :func:`enabled_config`.
+    """
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    from vllm_sparse_refit.worker.extension import RPC_METHODS
+
+    if getattr(WorkerWrapperBase, _REGISTERED, False):
+        return
+    for name in RPC_METHODS:
+        setattr(WorkerWrapperBase, name, _forwarder(name))
+    wrapper: Any = WorkerWrapperBase
+    wrapper.load_model = _load_model
+    wrapper.shutdown = _closing(wrapper.shutdown)
+    setattr(WorkerWrapperBase, _REGISTERED, True)
+
+
+def is_registered() -> bool:
+    """Whether :func:`register` has run in this process, as it has in the workers that it starts."""
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    return getattr(WorkerWrapperBase, _REGISTERED, False)
+
+
+def enabled_config(vllm_config: "VllmConfig") -> WorkerConfig | None:
+    """The worker settings if the plugin is enabled for an engine, else None.
+
+    Enabled means: ``additional_config["sparse_refit"]`` says so, or ``VLLM_PLUGINS`` names the plugin, or
+    ``worker_extension_cls`` is its extension or a subclass. That vLLM loads every installed plugin when
+    ``VLLM_PLUGINS`` is unset does not count.
+
+    Raises:
+        ConfigError: the settings are invalid.
+    """
+    from vllm import envs
+
+    config = WorkerConfig.from_additional_config(vllm_config.additional_config)
+    if config.enabled is not None:
+        return config if config.enabled else None
+    if PLUGIN_NAME in (envs.VLLM_PLUGINS or ()):
+        return config
+    return config if _names_our_extension(vllm_config) else None
+
+
+def _names_our_extension(vllm_config: "VllmConfig") -> bool:
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    from vllm_sparse_refit.worker.extension import SparseRefitWorkerExtension
+
+    qualified_name = vllm_config.parallel_config.worker_extension_cls
+    if not qualified_name:
+        return False
+    return issubclass(resolve_obj_by_qualname(qualified_name), SparseRefitWorkerExtension)
+
+
+def _forwarder(name: str) -> Callable[..., Any]:
+    from vllm_sparse_refit.worker.extension import SparseRefitWorkerExtension
+
+    method = getattr(SparseRefitWorkerExtension, name)
+
+    @functools.wraps(method)
+    def forward(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+        # A subclass in the user's slot may override the method; then that one counts.
+        own = getattr(wrapper.worker, name, None)
+        if own is not None:
+            return own(*args, **kwargs)
+        return method(wrapper.worker, *args, **kwargs)
+
+    return forward
+
+
+def _load_model(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+    """Load the worker's model; when enabled, watch how its weights are processed and start the server."""
+    worker = wrapper.worker
+    config = enabled_config(worker.vllm_config)
+    if config is None:
+        return worker.load_model(*args, **kwargs)
+    with _watched_loading() as observer:
+        result = worker.load_model(*args, **kwargs)
+    _start_receiver(worker, config, observer)
+    return result
+
+
+@contextlib.contextmanager
+def _watched_loading() -> Iterator[Any]:
+    from vllm_sparse_refit.apply.cpu_linear import unpacked_cpu_linear
+    from vllm_sparse_refit.apply.processing import PostLoadObserver
+
+    observer = PostLoadObserver()
+    with unpacked_cpu_linear(), observer.watch():
+        yield observer
+
+
+def _start_receiver(worker: Any, config: WorkerConfig, observer: Any) -> None:
+    from vllm_sparse_refit.apply.applier import VllmSparseDeltaApplier
+    from vllm_sparse_refit.codec.payload import DecodeLimits
+    from vllm_sparse_refit.worker.extension import RECEIVER_ATTRIBUTE
+    from vllm_sparse_refit.worker.receiver import Receiver
+
+    limits = DecodeLimits(
+        max_payload_bytes=config.max_payload_bytes, max_decoded_bytes=config.max_decoded_bytes
+    )
+    applier = VllmSparseDeltaApplier(
+        worker.model_runner,
+        worker.device,
+        limits=limits,
+        packed=observer.report(worker.model_runner.get_model()),
+    )
+    receiver = Receiver(applier, config, limits, read_api_key(config.api_key_env_var))
+    receiver.start()
+    # A second load (elastic scaling) replaces the first one's server.
+    _close_receiver(worker)
+    setattr(worker, RECEIVER_ATTRIBUTE, receiver)
+
+
+def _close_receiver(worker: Any) -> None:
+    from vllm_sparse_refit.worker.extension import RECEIVER_ATTRIBUTE
+
+    receiver = worker.__dict__.pop(RECEIVER_ATTRIBUTE, None)
+    if receiver is not None:
+        receiver.close()
+
+
+def _closing(shutdown: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(shutdown)
+    def close_and_shutdown(wrapper: Any) -> None:
+        # Before init_worker the wrapper has no worker, and looking for one would never end.
+        if (worker := wrapper.__dict__.get("worker")) is not None:
+            _close_receiver(worker)
+        shutdown(wrapper)
+
+    return close_and_shutdown

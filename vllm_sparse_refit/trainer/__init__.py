@@ -1,0 +1,1 @@
+"""The trainer's side: the baseline, the streaming pipeline and the synchronizer."""

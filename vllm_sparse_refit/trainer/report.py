@@ -1,0 +1,61 @@
+"""What one sync did, for people and for logs."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from vllm_sparse_refit.weight_version import WeightVersion
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncReport:
+    """Figures of one successful sync.
+
+    Attributes:
+        version: the version that every worker holds now.
+        engines, workers: how many were brought there.
+        changed_elements, total_elements: of the canonical tensors, each counted once.
+        payloads: sent to each worker.
+        wire_bytes: of one copy of all payloads.
+        dense_bytes: of all weights, for comparison.
+        stream_s: seconds for exporting, comparing, encoding, sending and staging, overlapped.
+        pause_s: seconds during which the engines could not generate.
+        sync_s: seconds for everything.
+    """
+
+    version: WeightVersion
+    engines: int
+    workers: int
+    changed_elements: int
+    total_elements: int
+    payloads: int
+    wire_bytes: int
+    dense_bytes: int
+    stream_s: float
+    pause_s: float
+    sync_s: float
+
+    @property
+    def changed_fraction(self) -> float:
+        """Changed elements per element."""
+        return self.changed_elements / self.total_elements if self.total_elements else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """All figures as JSON types."""
+        return {**asdict(self), "changed_fraction": self.changed_fraction}
+
+    def __str__(self) -> str:
+        share = self.wire_bytes / self.dense_bytes if self.dense_bytes else 0.0
+        return (
+            f"version {self.version}: {self.changed_fraction:.2%} of {self.total_elements:,} elements changed, "
+            f"{_size(self.wire_bytes)} sent to each of {self.workers} workers "
+            f"({share:.2%} of {_size(self.dense_bytes)}), {self.sync_s:.2f} s in all, "
+            f"generation paused {self.pause_s * 1e3:.0f} ms"
+        )
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"

@@ -1,0 +1,81 @@
+"""From what every worker discovered to how each tensor is shipped."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_sparse_refit.errors import UnsupportedModelError
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How the trainer ships its tensors; all are names.
+
+    Attributes:
+        skip: no worker of any engine needs them.
+        overwrite: some worker's loader transforms them, so they go as new bits.
+        dense: of those, the ones that some worker needs whole.
+        uncovered: parameters of some worker that no tensor reaches.
+    """
+
+    skip: frozenset[str]
+    overwrite: frozenset[str]
+    dense: frozenset[str]
+    uncovered: frozenset[str]
+
+
+def join_discoveries(
+    names: Collection[str], discoveries: dict[str, Sequence[dict[str, Any]]]
+) -> Routing:
+    """Join the discoveries of all ranks of all engines.
+
+    Args:
+        names: what the trainer announced.
+        discoveries: replies of ``discover_native_skips`` by engine, one for each rank.
+
+    Raises:
+        UnsupportedModelError: something cannot be updated exactly, or a tensor has no place in an engine.
+    """
+    skip = set(names)
+    for engine, replies in discoveries.items():
+        _refuse_unsupported(engine, replies)
+        skipped = set(names).intersection(*(reply["skips"] for reply in replies))
+        _refuse_unclaimed(engine, skipped.difference(*(reply["tied"] for reply in replies)))
+        skip &= skipped
+    replies = [reply for of_engine in discoveries.values() for reply in of_engine]
+    return Routing(
+        frozenset(skip),
+        frozenset().union(*(reply["overwrite"] for reply in replies)),
+        frozenset().union(*(reply["dense"] for reply in replies)),
+        frozenset().union(*(reply["uncovered"] for reply in replies)),
+    )
+
+
+def _refuse_unsupported(engine: str, replies: Sequence[dict[str, Any]]) -> None:
+    packed = {name: why for reply in replies for name, why in reply["packed"].items()}
+    if packed:
+        raise UnsupportedModelError(
+            f"{engine} packs or derives the weights of {len(packed)} layers after loading, and an update "
+            f"would not reach what its kernels read: {_listed(packed)}"
+        )
+    unsupported = {name: why for reply in replies for name, why in reply["unsupported"].items()}
+    if unsupported:
+        raise UnsupportedModelError(
+            f"{engine} cannot update {len(unsupported)} tensors exactly: {_listed(unsupported)}"
+        )
+
+
+def _refuse_unclaimed(engine: str, names: set[str]) -> None:
+    if names:
+        raise UnsupportedModelError(
+            f"no worker of {engine} loads {len(names)} of the tensors: "
+            f"{', '.join(sorted(names)[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}; check that this is "
+            "the engine's checkpoint, or name what nobody needs in SyncConfig.ignore"
+        )
+
+
+def _listed(reasons: dict[str, str]) -> str:
+    shown = "; ".join(f"{name}: {why}" for name, why in list(reasons.items())[:_SHOWN])
+    return shown + (f"; and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else "")

@@ -1,0 +1,312 @@
+"""The streaming pipeline: export, compare, encode and send, overlapped and bounded."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Generic, Self, TypeVar
+
+from vllm_sparse_refit.codec.payload import batch_deltas
+from vllm_sparse_refit.config import SyncConfig, read_api_key
+from vllm_sparse_refit.errors import ConfigError, TransportStoppedError
+from vllm_sparse_refit.transport.client import ZmqSparseRefitClient
+
+if TYPE_CHECKING:
+    from vllm_sparse_refit.codec.delta import TensorDelta
+    from vllm_sparse_refit.trainer.baseline import (
+        DeltaCompressionTracker,
+        NamedTensor,
+        SparsePayload,
+    )
+
+T = TypeVar("T")
+
+_THREAD_NAME: Final = "sparse-refit-stream"
+# How soon a stage that waits for its neighbour notices that the pipeline was stopped.
+_STOP_CHECK_S: Final = 0.05
+_DEFAULT_CONFIG: Final = SyncConfig()
+
+
+def stream_sparse_delta_payloads_via_zmq(
+    iterator: Iterable[NamedTensor],
+    *,
+    delta_tracker: DeltaCompressionTracker,
+    refit_targets: Sequence[str],
+    transfer_id: str,
+    api_key_env_var: str | None = None,
+    timeout_s: float = 60.0,
+    shard_rank: int = 0,
+    shard_count: int = 1,
+    config: SyncConfig = _DEFAULT_CONFIG,
+) -> dict[str, int]:
+    """Send what changed since the baseline to every target, as one producer of a transfer.
+
+    The iterator is pulled in the calling thread, and a tensor on a device is copied to the host
+    there, on the caller's stream. Comparing, encoding and one sender per target run in threads of
+    their own. At most ``config.queue_depth`` items wait between two stages, so the slowest target
+    sets the pace and memory stays bounded. A host tensor must keep its values until this returns.
+
+    The outcome of the sync is the caller's to tell the tracker: this calls none of its
+    ``finish_export``, ``on_sync_succeeded`` and ``on_sync_failed``. When nothing changed, nothing
+    is sent. On an error the iterator is left where it is; where an export is collective, its other
+    processes must be told.
+
+    Args:
+        iterator: Canonical tensors, ``(name, tensor)``.
+        delta_tracker: Holds the baseline; used by nobody else meanwhile.
+        refit_targets: Addresses of the workers' servers; each one gets every payload.
+        transfer_id: Names the transfer; not to be used for another one.
+        api_key_env_var: Variable that holds the key; None takes ``config.api_key_env_var``.
+        timeout_s: Longest wait for one acknowledgement, in seconds, per try.
+        shard_rank: Which shard this process sends, and its ``producer_id``.
+        shard_count: Processes that share the tensors: number i of the iterator, counted from 0, is
+            sent by shard ``i % shard_count``. The others are pulled and dropped.
+        config: Payload size, queue depth, retries and verification samples.
+
+    Returns:
+        ``payloads``, ``deltas`` and ``changed_elements`` sent, ``total_elements`` of this shard's
+        tensors, ``wire_bytes`` of one copy of the payloads, ``sent_bytes`` of all copies.
+
+    Raises:
+        ConfigError: no or repeated targets, a shard out of range, or the key's variable is empty.
+        Exception: the first error of any stage or of the iterator, as it was raised, with notes on
+            further ones. Everything has stopped by then; what a target has staged is still staged.
+    """
+    _check(refit_targets, shard_rank, shard_count)
+    api_key = read_api_key(api_key_env_var or config.api_key_env_var)
+    encoded = _Encoded()
+    with _Pipeline() as pipeline:
+        tensors: _Channel[NamedTensor] = pipeline.channel(config.queue_depth)
+        batches: _Channel[list[TensorDelta]] = pipeline.channel(config.queue_depth)
+        outboxes: list[_Channel[_Numbered]] = []
+        for index, address in enumerate(refit_targets):
+            outboxes.append(pipeline.channel(config.queue_depth))
+            connect = functools.partial(
+                ZmqSparseRefitClient,
+                address,
+                timeout_s=timeout_s,
+                producer_id=shard_rank,
+                retries=config.retries,
+                api_key=api_key,
+                stop=pipeline.stopped,
+            )
+            samples = config.verification_samples
+            pipeline.start(f"send-{index}", _send, connect, outboxes[-1], transfer_id, samples)
+        pipeline.start("encode", _encode, batches, outboxes, delta_tracker, encoded)
+        pipeline.start("compare", _compare, tensors, batches, delta_tracker, config.payload_bytes)
+        total_elements = _export(iterator, tensors, shard_rank, shard_count)
+    return {
+        "payloads": encoded.payloads,
+        "deltas": encoded.deltas,
+        "changed_elements": encoded.changed_elements,
+        "total_elements": total_elements,
+        "wire_bytes": encoded.wire_bytes,
+        "sent_bytes": encoded.wire_bytes * len(refit_targets),
+    }
+
+
+def _check(refit_targets: Sequence[str], shard_rank: int, shard_count: int) -> None:
+    if not refit_targets:
+        raise ConfigError("there are no refit targets; give the address of each worker's server")
+    if len(set(refit_targets)) != len(refit_targets):
+        raise ConfigError(f"a refit target is named twice: {list(refit_targets)}")
+    if not 0 <= shard_rank < shard_count:
+        raise ConfigError(
+            f"shard_rank {shard_rank} must be from 0 to shard_count - 1, with "
+            f"shard_count {shard_count}"
+        )
+
+
+# The stages. Each runs in one thread and ends when its input is exhausted.
+
+
+def _export(
+    iterator: Iterable[NamedTensor],
+    tensors: _Channel[NamedTensor],
+    shard_rank: int,
+    shard_count: int,
+) -> int:
+    total_elements = 0
+    for index, (name, tensor) in enumerate(iterator):
+        tensors.raise_if_stopped()
+        if index % shard_count == shard_rank:
+            total_elements += tensor.numel()
+            # Copied here: only the thread that exports is sure to be on the tensor's stream.
+            tensors.put((name, tensor.detach().cpu()))
+    tensors.close()
+    return total_elements
+
+
+def _compare(
+    tensors: _Channel[NamedTensor],
+    batches: _Channel[list[TensorDelta]],
+    tracker: DeltaCompressionTracker,
+    payload_bytes: int,
+) -> None:
+    deltas = (delta for name, tensor in tensors for delta in tracker.compare(name, tensor))
+    for batch in batch_deltas(deltas, payload_bytes):
+        batches.put(batch)
+    batches.close()
+
+
+def _encode(
+    batches: _Channel[list[TensorDelta]],
+    outboxes: Sequence[_Channel[_Numbered]],
+    tracker: DeltaCompressionTracker,
+    encoded: _Encoded,
+) -> None:
+    for batch in batches:
+        payload = tracker.encode(batch)
+        numbered = _Numbered(encoded.payloads, payload)
+        encoded.count(payload)
+        for outbox in outboxes:
+            outbox.put(numbered)
+    for outbox in outboxes:
+        outbox.close()
+
+
+def _send(
+    connect: Callable[[], ZmqSparseRefitClient],
+    outbox: _Channel[_Numbered],
+    transfer_id: str,
+    verification_candidates: int,
+) -> None:
+    with contextlib.closing(connect()) as client:
+        for numbered in outbox:
+            client.send_payload(
+                transfer_id=transfer_id,
+                payload_id=numbered.payload_id,
+                checksum=numbered.payload.checksum,
+                verification_candidates=verification_candidates,
+                body=numbered.payload.body,
+            )
+
+
+@dataclass(frozen=True)
+class _Numbered:
+    payload_id: int
+    payload: SparsePayload
+
+
+@dataclass
+class _Encoded:
+    """What was encoded. Written by the encoding thread; read when that has ended."""
+
+    payloads: int = 0
+    deltas: int = 0
+    changed_elements: int = 0
+    wire_bytes: int = 0
+
+    def count(self, payload: SparsePayload) -> None:
+        self.payloads += 1
+        self.deltas += payload.deltas
+        self.changed_elements += payload.changed_elements
+        self.wire_bytes += len(payload.body)
+
+
+class _Channel(Generic[T]):
+    """A bounded queue between two stages; a wait on it ends when the pipeline is stopped."""
+
+    def __init__(self, depth: int, stopped: threading.Event) -> None:
+        self._queue: queue.Queue[tuple[T] | None] = queue.Queue(depth)
+        self._stopped = stopped
+
+    def raise_if_stopped(self) -> None:
+        if self._stopped.is_set():
+            raise TransportStoppedError("the pipeline was stopped")
+
+    def put(self, item: T) -> None:
+        self._put((item,))
+
+    def close(self) -> None:
+        """End the reader's iteration."""
+        self._put(None)
+
+    def __iter__(self) -> Iterator[T]:
+        while (entry := self._get()) is not None:
+            yield entry[0]
+
+    def _put(self, entry: tuple[T] | None) -> None:
+        while True:
+            self.raise_if_stopped()
+            with contextlib.suppress(queue.Full):
+                return self._queue.put(entry, timeout=_STOP_CHECK_S)
+
+    def _get(self) -> tuple[T] | None:
+        while True:
+            self.raise_if_stopped()
+            with contextlib.suppress(queue.Empty):
+                return self._queue.get(timeout=_STOP_CHECK_S)
+
+
+class _Pipeline:
+    """Threads that end together: the first error in any of them, or in the body, stops all.
+
+    Leaving the ``with`` block waits for every thread and raises that first error.
+    """
+
+    def __init__(self) -> None:
+        self.stopped = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()  # guards _errors
+        self._errors: list[BaseException] = []
+
+    def channel(self, depth: int) -> _Channel[T]:
+        return _Channel(depth, self.stopped)
+
+    def start(self, name: str, stage: Callable[..., None], *args: object) -> None:
+        def run() -> None:
+            try:
+                stage(*args)
+            except BaseException as error:
+                self.fail(error)
+
+        thread = threading.Thread(target=run, name=f"{_THREAD_NAME}-{name}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def fail(self, error: BaseException) -> None:
+        """Record an error and stop everything; being stopped is no error of its own."""
+        with self._lock:
+            if not isinstance(error, TransportStoppedError):
+                self._errors.append(error)
+        self.stopped.set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        _type: type[BaseException] | None,
+        error: BaseException | None,
+        _traceback: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self.fail(error)
+        try:
+            self._join()
+        except BaseException as interrupt:  # such as Ctrl-C
+            self.fail(interrupt)
+            self._join()
+        self._raise_first(error)
+
+    def _join(self) -> None:
+        for thread in self._threads:
+            while thread.is_alive():
+                thread.join(_STOP_CHECK_S)
+
+    def _raise_first(self, propagating: BaseException | None) -> None:
+        with self._lock:
+            errors, self._errors = self._errors, []
+        if not errors:
+            return
+        first, *others = errors
+        for other in others:
+            first.add_note(f"also failed: {type(other).__name__}: {other}")
+        if first is not propagating:
+            raise first from first.__cause__

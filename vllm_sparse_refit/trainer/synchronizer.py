@@ -1,0 +1,287 @@
+"""The one class that a training loop needs."""
+
+import contextlib
+import fnmatch
+import logging
+import math
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
+
+from vllm_sparse_refit.codec.dtypes import dtype_name
+from vllm_sparse_refit.config import SyncConfig
+from vllm_sparse_refit.errors import (
+    BaselineError,
+    ConfigError,
+    EngineStateError,
+    TransactionError,
+    VersionMismatchError,
+)
+from vllm_sparse_refit.trainer.baseline import DeltaCompressionTracker, NamedTensor
+from vllm_sparse_refit.trainer.engine import LocalEngine, PauseMode
+from vllm_sparse_refit.trainer.report import SyncReport
+from vllm_sparse_refit.trainer.routing import join_discoveries
+from vllm_sparse_refit.trainer.stream import stream_sparse_delta_payloads_via_zmq
+from vllm_sparse_refit.trainer.weights import named_weights
+from vllm_sparse_refit.weight_version import WeightVersion
+
+logger = logging.getLogger(__name__)
+
+_DEFAULTS = SyncConfig()
+
+
+class WeightSynchronizer:
+    """Keeps vLLM engines on the trainer's weights by sending what changed.
+
+    ::
+
+        sync = WeightSynchronizer.connect(llm)
+        sync.snapshot(model)          # what the engines hold now
+        ...                           # train
+        report = sync.sync(model)     # every engine is now as if started from the new checkpoint
+
+    ``model`` is a Hugging Face ``PreTrainedModel``, the folder of a safetensors checkpoint, or an iterable of
+    ``(checkpoint name, tensor)``.
+
+    Belongs to the thread that called :meth:`connect`, which must be the one that calls ``generate``.
+    """
+
+    def __init__(self, engines: Sequence[LocalEngine], config: SyncConfig) -> None:
+        self._engines = list(engines)
+        self._config = config
+        self._tracker = DeltaCompressionTracker(config=config)
+        self._version: WeightVersion | None = None
+        self._workers = [worker for engine in self._engines for worker in engine.workers()]
+
+    @classmethod
+    def connect(cls, engines: Any, *, config: SyncConfig = _DEFAULTS) -> Self:
+        """Connect to running engines.
+
+        Args:
+            engines: a :class:`vllm.LLM` or a list of them, each started with the plugin enabled.
+            config: see :class:`SyncConfig`.
+
+        Raises:
+            ConfigError: there are none, one is given twice, or one is of a kind that is not supported.
+            PluginNotEnabledError: an engine runs without the plugin.
+        """
+        llms = list(engines) if isinstance(engines, list | tuple) else [engines]
+        if not llms:
+            raise ConfigError("connect() needs at least one engine")
+        if len({id(llm) for llm in llms}) != len(llms):
+            raise ConfigError("connect() was given the same engine twice")
+        return cls([LocalEngine(llm, f"engine {index}") for index, llm in enumerate(llms)], config)
+
+    @property
+    def version(self) -> WeightVersion | None:
+        """The version that the engines hold, None before the first :meth:`snapshot`."""
+        return self._version
+
+    def status(self) -> list[dict[str, Any]]:
+        """What every worker of every engine reports about itself."""
+        return [
+            {"engine": engine.name, **reply}
+            for engine in self._engines
+            for reply in engine.call("sparse_refit_status")
+        ]
+
+    # --- snapshot ------------------------------------------------------------------------------------
+
+    def snapshot(self, model: Any) -> None:
+        """Remember the weights that the engines hold now, and find out how each engine loads them.
+
+        Takes as much memory as the weights (or files, with ``SyncConfig.baseline_dir``).
+
+        Args:
+            model: the very weights that the engines were started from or brought to.
+
+        Raises:
+            UnsupportedModelError: an engine cannot be updated exactly; says what and why.
+            VersionMismatchError: the engines do not all hold the same version.
+            RefitError: the weights cannot be read.
+        """
+        self._version = None
+        self._tracker.snapshot_baseline(self._weights(model))
+        version = self._common_version()
+        info = {
+            name: [list(shape), dtype_name(dtype)]
+            for name, (shape, dtype) in self._tracker.state_dict_info.items()
+        }
+        routing = join_discoveries(
+            info, {e.name: e.call("discover_native_skips", info) for e in self._engines}
+        )
+        if routing.uncovered:
+            logger.warning(
+                "sparse_refit: %d parameters of the engines are in none of the trainer's tensors and will "
+                "stay as they are: %s",
+                len(routing.uncovered),
+                ", ".join(sorted(routing.uncovered)[:5]),
+            )
+        self._tracker.set_routing(
+            skip=routing.skip, overwrite=routing.overwrite, dense=routing.dense
+        )
+        self._version = version
+
+    def _common_version(self) -> WeightVersion:
+        found = {
+            WeightVersion(reply["version"]["label"], reply["version"]["digest"])
+            for reply in self.status()
+        }
+        if len(found) != 1:
+            raise VersionMismatchError(
+                f"the engines hold different versions ({', '.join(sorted(map(str, found)))}); "
+                "restart those that are behind from the same checkpoint"
+            )
+        return found.pop()
+
+    def _weights(self, model: Any) -> Iterator[NamedTensor]:
+        for name, tensor in named_weights(model):
+            if not any(fnmatch.fnmatchcase(name, pattern) for pattern in self._config.ignore):
+                yield name, tensor
+
+    # --- sync ----------------------------------------------------------------------------------------
+
+    def sync(
+        self, model: Any, *, label: str | None = None, pause: PauseMode | None = None
+    ) -> SyncReport:
+        """Bring every engine to the bits of ``model``, or leave all of them as they are.
+
+        Args:
+            model: the new weights, with the names, shapes and dtypes of the snapshot.
+            label: name of the new version, default ``step-N``; when nothing changed, the version stays.
+            pause: what to do with unfinished requests: None refuses if there are any, ``"keep"`` lets them go
+                on with the new weights, ``"abort"`` ends them.
+
+        Raises:
+            BaselineError: there was no snapshot.
+            EngineStateError: wrong thread, or unfinished requests and no pause.
+            VersionMismatchError: a worker holds another version than the last sync left.
+            RefitError: anything else that went wrong; every worker still holds the old version, unless the
+                message says otherwise, and the next sync can be tried.
+        """
+        started = time.perf_counter()
+        base = self._checked_base(pause)
+        transfer_id = uuid.uuid4().hex
+        label = label if label is not None else _next_label(base)
+        try:
+            self._begin(transfer_id, base, label)
+            counts = self._stream(model, transfer_id)
+            streamed = time.perf_counter()
+            if counts["payloads"] == 0:
+                self._end_empty(transfer_id)
+                version, pause_s = base, 0.0
+            else:
+                version = self._prepare(transfer_id, label, counts["payloads"])
+                pause_s = self._commit(transfer_id, pause)
+        except BaseException as error:
+            self._tracker.on_sync_failed()
+            for problem in self._abort(transfer_id):
+                error.add_note(problem)
+            raise
+        self._version = version
+        self._tracker.on_sync_succeeded()
+        finished = time.perf_counter()
+        report = SyncReport(
+            version=version,
+            engines=len(self._engines),
+            workers=len(self._workers),
+            changed_elements=counts["changed_elements"],
+            total_elements=counts["total_elements"],
+            payloads=counts["payloads"],
+            wire_bytes=counts["wire_bytes"],
+            dense_bytes=self._dense_bytes(),
+            stream_s=streamed - started,
+            pause_s=pause_s,
+            sync_s=finished - started,
+        )
+        logger.info("sparse_refit: %s", report)
+        return report
+
+    def _dense_bytes(self) -> int:
+        info = self._tracker.state_dict_info.values()
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in info)
+
+    def _checked_base(self, pause: PauseMode | None) -> WeightVersion:
+        if pause not in (None, "keep", "abort"):
+            raise ConfigError(f'pause must be None, "keep" or "abort", not {pause!r}')
+        if self._version is None:
+            raise BaselineError(
+                "nothing is known about the weights that the engines hold; call snapshot() before sync()"
+            )
+        for engine in self._engines:
+            engine.check_idle(pause)
+        return self._version
+
+    def _begin(self, transfer_id: str, base: WeightVersion, label: str) -> None:
+        for engine in self._engines:
+            engine.call(
+                "sparse_refit_begin",
+                transfer_id,
+                base.digest,
+                label,
+                verification_samples=self._config.verification_samples,
+            )
+
+    def _stream(self, model: Any, transfer_id: str) -> dict[str, int]:
+        counts = stream_sparse_delta_payloads_via_zmq(
+            self._weights(model),
+            delta_tracker=self._tracker,
+            refit_targets=[worker.address for worker in self._workers],
+            transfer_id=transfer_id,
+            timeout_s=self._config.timeout_s,
+            config=self._config,
+        )
+        self._tracker.finish_export()
+        return counts
+
+    def _end_empty(self, transfer_id: str) -> None:
+        if problems := self._abort(transfer_id):
+            raise TransactionError(f"an empty transfer could not be closed: {problems[0]}")
+
+    def _prepare(self, transfer_id: str, label: str, payloads: int) -> WeightVersion:
+        """Have every worker check that it can commit; after this only a fault can stop it."""
+        digests = {
+            str(reply["target_digest"])
+            for engine in self._engines
+            for reply in engine.call("sparse_refit_prepare", transfer_id, {"0": payloads})
+        }
+        if len(digests) != 1:
+            raise TransactionError(
+                f"the workers staged different payloads for transfer {transfer_id}; sync again"
+            )
+        return WeightVersion(label, digests.pop())
+
+    def _commit(self, transfer_id: str, pause: PauseMode | None) -> float:
+        """Write, verify and drop stale caches everywhere, then make it final; returns seconds paused."""
+        started = time.perf_counter()
+        with contextlib.ExitStack() as stack:
+            for engine in self._engines:
+                engine.check_idle(pause)
+                stack.enter_context(engine.paused(pause))
+            for engine in self._engines:
+                engine.call("sparse_refit_commit", transfer_id)
+            for engine in self._engines:
+                engine.call("finish_sparse_delta_refit")
+            for engine in self._engines:
+                engine.reset_caches()
+            # Up to here a failure rolls every worker back; from here on all of them are verified, and
+            # dropping their undo logs is all that is left.
+            for engine in self._engines:
+                engine.call("sparse_refit_release", transfer_id)
+        return time.perf_counter() - started
+
+    def _abort(self, transfer_id: str) -> list[str]:
+        """Give the transfer up on every engine; returns what went wrong with that."""
+        problems = [engine.abort(transfer_id) for engine in self._engines]
+        return [problem for problem in problems if problem is not None]
+
+    def close(self) -> None:
+        """Give the baseline's memory or files back. The engines go on as they are."""
+        self._version = None
+        self._tracker.close()
+
+
+def _next_label(base: WeightVersion) -> str:
+    prefix, _, number = base.label.rpartition("-")
+    return f"step-{int(number) + 1}" if prefix == "step" and number.isdigit() else "step-1"

@@ -1,0 +1,1 @@
+"""Payload bytes between processes. Knows no tensors and no vLLM."""

@@ -1,0 +1,207 @@
+"""The sending end: one payload at a time to one worker, each acknowledged."""
+
+import itertools
+import threading
+import time
+from typing import Any, Final
+
+import zmq
+
+from vllm_sparse_refit.errors import (
+    AuthenticationError,
+    ConfigError,
+    PayloadError,
+    PayloadRejectedError,
+    TransportError,
+    TransportStoppedError,
+    TransportTimeoutError,
+)
+from vllm_sparse_refit.transport.endpoint import needs_ipv6
+from vllm_sparse_refit.transport.protocol import (
+    ACK,
+    DATA,
+    MAX_REPLY_BYTES,
+    NACK,
+    REPLY_FRAMES,
+    PayloadMetadata,
+    check_key,
+    parse_reply,
+    sign,
+)
+
+# How soon a client that waits for a reply notices that it was told to stop.
+_STOP_CHECK_S: Final = 0.05
+
+
+class ZmqSparseRefitClient:
+    """A DEALER socket to one worker. Used by one thread; several clients may run side by side.
+
+    Args:
+        address: The worker's endpoint, as its server's ``start()`` returned it.
+        timeout_s: Longest wait for the acknowledgement of one payload, in seconds, per try.
+        producer_id: Names this process within a transfer.
+        retries: Further tries after a payload was not acknowledged in time. A retry sends the same
+            ids and bytes, so the worker stages the payload once however many copies reach it.
+        api_key: Key shared with the worker; it signs each payload and is never sent.
+        stop: When another thread sets it, a waiting ``send_payload`` soon gives up.
+
+    Raises:
+        ConfigError: a limit is out of range or the key is empty.
+        TransportError: ``address`` is no endpoint.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout_s: float,
+        producer_id: int,
+        retries: int,
+        api_key: bytes | None = None,
+        stop: threading.Event | None = None,
+    ) -> None:
+        if not timeout_s > 0 or retries < 0:
+            raise ConfigError(
+                f"a client needs timeout_s > 0 and retries >= 0, not {timeout_s!r} and {retries!r}"
+            )
+        self._address = address
+        self._timeout_s = timeout_s
+        self._producer_id = producer_id
+        self._retries = retries
+        self._api_key = check_key(api_key)
+        self._stop = stop if stop is not None else threading.Event()
+        self._request_ids = itertools.count()
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = zmq.Context()
+        try:
+            self._socket = self._connect(self._context)
+        except TransportError:
+            self.close()
+            raise
+
+    def send_payload(
+        self,
+        *,
+        transfer_id: str,
+        payload_id: int,
+        checksum: str,
+        verification_candidates: int,
+        body: bytes,
+        relay_root: str | None = None,
+        producer_id: int | None = None,
+    ) -> dict[str, Any]:
+        """Send one payload and wait until the worker has staged it.
+
+        Args:
+            checksum: xxh3-128 of ``body``, 32 hex digits.
+            body: The payload; not copied, so it must stay as it is until this returns.
+            producer_id: Overrides this client's own.
+
+        Returns:
+            The acknowledgement: ``transfer_id``, ``producer_id``, ``payload_id``, ``duplicate``
+            (the worker had it already) and ``result``, what staging returned (empty for a late
+            repeat).
+
+        Raises:
+            PayloadError: an argument is out of range; nothing was sent.
+            AuthenticationError: the worker refused the key.
+            PayloadRejectedError: the worker refused the payload and said why.
+            TransportTimeoutError: no acknowledgement after all tries.
+            TransportStoppedError: ``stop`` was set.
+            TransportError: the client is closed, or the peer is no worker.
+        """
+        metadata = PayloadMetadata(
+            transfer_id=transfer_id,
+            producer_id=self._producer_id if producer_id is None else producer_id,
+            payload_id=payload_id,
+            checksum=checksum,
+            verification_candidates=verification_candidates,
+            relay_root=relay_root,
+        )
+        if self._context is None:
+            raise TransportError(f"the client of {self._address} is closed; make a new one")
+        metadata_bytes = metadata.to_bytes()
+        request_id = next(self._request_ids).to_bytes(8, "big")
+        frames = [DATA, request_id, metadata_bytes, sign(self._api_key, metadata_bytes, body), body]
+
+        started = time.monotonic()
+        for attempt in range(self._retries + 1):
+            if attempt:
+                # A fresh connection: the old one may be half dead, and may hold an unsent copy.
+                self._socket.close(linger=0)
+                self._socket = self._connect(self._context)
+            reply = self._exchange(frames, request_id)
+            if reply is not None:
+                return self._accepted(reply, metadata)
+        raise TransportTimeoutError(
+            f"{self._address} did not acknowledge payload {payload_id} of transfer {transfer_id!r} "
+            f"within {time.monotonic() - started:.1f} s ({self._retries + 1} tries); check that "
+            "the worker is alive and reachable at this address, that its staging is not stuck, and "
+            f"that {len(body)} bytes are within its max_payload_bytes (it drops larger ones "
+            "unanswered)"
+        )
+
+    def close(self) -> None:
+        """Close the connection and drop what was not sent. May be called again."""
+        context, self._context = self._context, None
+        if context is not None:
+            context.destroy(linger=0)
+
+    def _connect(self, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, 1)
+        socket.setsockopt(zmq.RCVHWM, 16)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY_BYTES)
+        socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        socket.setsockopt(zmq.IPV6, int(needs_ipv6(self._address)))
+        try:
+            socket.connect(self._address)
+        except zmq.ZMQError as error:
+            raise TransportError(
+                f"cannot connect to {self._address!r}: {error.strerror}; "
+                "an address looks like tcp://10.0.0.5:43121"
+            ) from error
+        return socket
+
+    def _exchange(self, frames: list[bytes], request_id: bytes) -> list[bytes] | None:
+        """One try: the reply to ``request_id``, or None when the time is up."""
+        deadline = time.monotonic() + self._timeout_s
+        if not self._wait(zmq.POLLOUT, deadline):
+            return None
+        # Only immutable bytes go without a copy: a send that timed out may still be reading them.
+        self._socket.send_multipart(frames, zmq.NOBLOCK, copy=not isinstance(frames[-1], bytes))
+        while self._wait(zmq.POLLIN, deadline):
+            reply = self._socket.recv_multipart(zmq.NOBLOCK)
+            if len(reply) == REPLY_FRAMES and reply[0] in (ACK, NACK) and reply[1] == request_id:
+                return reply
+            # Anything else answers an earlier request of this socket, or is noise.
+        return None
+
+    def _wait(self, event: int, deadline: float) -> bool:
+        while not self._stop.is_set():
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                return False
+            if self._socket.poll(max(1, int(min(remaining, _STOP_CHECK_S) * 1000)), event):
+                return True
+        raise TransportStoppedError(f"sending to {self._address} was stopped")
+
+    def _accepted(self, reply: list[bytes], metadata: PayloadMetadata) -> dict[str, Any]:
+        try:
+            answer = parse_reply(reply[2])
+        except PayloadError as error:
+            raise TransportError(
+                f"{self._address} answered with {error}; check that a worker's server listens there"
+            ) from error
+        if reply[0] == ACK:
+            return answer
+        error_type = answer.get("error_type")
+        rejected = (
+            AuthenticationError
+            if error_type == AuthenticationError.__name__
+            else PayloadRejectedError
+        )
+        raise rejected(
+            f"{self._address} refused payload {metadata.payload_id} of transfer "
+            f"{metadata.transfer_id!r}: {error_type}: {answer.get('error')}"
+        )

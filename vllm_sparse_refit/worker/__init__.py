@@ -1,0 +1,1 @@
+"""Inside a vLLM worker: the RPC methods, and the receiver that stages and commits transfers."""
