@@ -39,14 +39,15 @@ DeltasByName = Mapping[str, Sequence[TensorDelta]]
 class VllmSparseDeltaApplier:
     """Apply canonical sparse updates to the model of one worker; all placement is vLLM's.
 
-    Owned by the worker's main thread. :meth:`check_delta` alone may be called from other threads, after
-    :meth:`discover_native_skips`; it reads only what discovery left.
+    Owned by the worker's main thread. :meth:`check_delta` alone may be called from other threads,
+    after :meth:`discover_native_skips`; it reads only what discovery left.
 
     Args:
         model_runner: vLLM's model runner; the model is reached through its ``get_model()``.
         device: where the model's parameters are.
         limits: bounds of payloads handed to :meth:`update_weights_from_decoded_sparse_payload`.
-        packed: the layers that post-load processing packed, or None when the loading was not observed.
+        packed: the layers that post-load processing packed, or None when the loading was not
+            observed.
         sample_limit: changed elements read back per write by :meth:`finish_sparse_delta_refit`.
     """
 
@@ -67,7 +68,7 @@ class VllmSparseDeltaApplier:
         self._discovery: Discovery | None = None
         self._writer: WeightWriter | None = None
 
-    # --- discovery ---------------------------------------------------------------------------------
+    # --- discovery --------------------------------------------------------------------------------
 
     def discover_native_skips(self, state_dict_info: Mapping[str, TensorInfo]) -> set[str]:
         """Classify every canonical tensor by what this rank's native loader does with it.
@@ -124,7 +125,7 @@ class VllmSparseDeltaApplier:
             self._model_runner.get_model(), lambda: _vllm_load_context(self._model_runner)
         )
 
-    # --- checks, before anything is written ----------------------------------------------------------
+    # --- checks, before anything is written -------------------------------------------------------
 
     def check_delta(self, delta: TensorDelta) -> bool:
         """Check one delta against discovery.
@@ -164,8 +165,8 @@ class VllmSparseDeltaApplier:
         Raises:
             PayloadError: two deltas of one tensor speak for the same elements, or disagree on the
                 operation.
-            UnsupportedModelError: aliased tensors would get different bits, or a tensor that must be
-                complete is not.
+            UnsupportedModelError: aliased tensors would get different bits, or a tensor that must
+                be complete is not.
         """
         for name, parts in deltas.items():
             _check_spans(name, parts)
@@ -187,7 +188,7 @@ class VllmSparseDeltaApplier:
                 "unchanged element; send all elements of the tensor"
             )
 
-    # --- writing -------------------------------------------------------------------------------------
+    # --- writing ----------------------------------------------------------------------------------
 
     def apply(self, deltas: DeltasByName) -> None:
         """Write a checked update into the model. Undone completely if anything raises.
@@ -278,7 +279,8 @@ class VllmSparseDeltaApplier:
             self._writer = None
 
     def roll_back(self) -> None:
-        """Take all applied, unreleased updates back, bit for bit. Does nothing when there is none."""
+        """Take all applied, unreleased updates back, bit for bit. Does nothing when there is
+        none."""
         if self._writer is not None:
             self._writer.roll_back()
             self.synchronize_device()
@@ -310,11 +312,12 @@ class VllmSparseDeltaApplier:
         return {"tensors": len(staged), "changed_elements": changed}
 
 
-# --- the sparse part of a loader's copies ----------------------------------------------------------
+# --- the sparse part of a loader's copies ---------------------------------------------------------
 
 
 class _SparseWriter:
-    """Writes, of every copy that the native loader makes, only the elements that a delta changes."""
+    """Writes, of every copy that the native loader makes, only the elements that a delta
+    changes."""
 
     def __init__(self, writer: WeightWriter) -> None:
         self._writer = writer
@@ -353,9 +356,7 @@ class _SparseWriter:
         self._writer.overwrite(copy.target, positions, bits_view(value)[written])
 
 
-def _loader_weight(
-    discovery: Discovery, name: str, parts: Sequence[TensorDelta]
-) -> LoaderWeight:
+def _loader_weight(discovery: Discovery, name: str, parts: Sequence[TensorDelta]) -> LoaderWeight:
     weight = discovery.weights[name]
     source = stand_in(weight.shape, weight.dtype)
     if weight.kind is LoadKind.VIEW:
@@ -381,7 +382,7 @@ def _index(locations: torch.Tensor | range) -> Any:
     return locations.to(torch.int64)
 
 
-# --- checks on deltas ------------------------------------------------------------------------------
+# --- checks on deltas -----------------------------------------------------------------------------
 
 
 def _check_spans(name: str, parts: Sequence[TensorDelta]) -> None:
@@ -433,7 +434,7 @@ def _joined(
     return ordered[0].operation, torch.cat(locations), torch.cat([p.values for p in ordered])
 
 
-# --- vLLM --------------------------------------------------------------------------------------------
+# --- vLLM -----------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

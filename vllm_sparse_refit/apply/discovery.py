@@ -39,14 +39,14 @@ class Discovery:
 
     Attributes:
         weights: by canonical name, in the trainer's order.
-        tied: names that the loader skips because a parameter they share with a claimed name gets that
-            name's values (tied embeddings).
+        tied: names that the loader skips because a parameter they share with a claimed name gets
+            that name's values (tied embeddings).
         aliases: groups of claimed names that land on exactly the same elements.
-        streaming: whether the loader uses each tensor before it asks for the next one, so that many can
-            go through one call.
+        streaming: whether the loader uses each tensor before it asks for the next one, so that many
+            can go through one call.
         uncovered: this rank's parameters that no canonical tensor reaches.
-        packed: the layers whose processed weights an update would not reach; with any, the whole model
-            is refused.
+        packed: the layers whose processed weights an update would not reach; with any, the whole
+            model is refused.
     """
 
     weights: Mapping[str, DiscoveredWeight]
@@ -97,7 +97,7 @@ def discover(
     )
 
 
-# --- observing -------------------------------------------------------------------------------------
+# --- observing ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +144,8 @@ def stand_in(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _observe(live: LiveModel, state_dict_info: Mapping[str, TensorInfo]) -> _Probes:
-    """Probe everything in one loader call; fall back to one call per tensor where that is not exact."""
+    """Probe everything in one loader call; fall back to one call per tensor where that is not
+    exact."""
     recorder, changed = _Recorder(), list[str]()
     weights = [LoaderWeight(n, stand_in(*info)) for n, info in state_dict_info.items()]
     for weight in weights:
@@ -152,7 +153,9 @@ def _observe(live: LiveModel, state_dict_info: Mapping[str, TensorInfo]) -> _Pro
     try:
         with live.guarded(changed):
             live.load(weights, recorder)
-    except Exception as error:  # a loader may raise anything; the single calls tell for which tensor
+    except (
+        Exception
+    ) as error:  # a loader may raise anything; the single calls tell for which tensor
         logger.debug("the loader raised during discovery, probing tensor by tensor", exc_info=error)
         return _observe_each(live, state_dict_info)
     results = {n: _Probe(tuple(recorder.copies.get(n, ()))) for n in state_dict_info}
@@ -184,7 +187,7 @@ def _observe_one(live: LiveModel, name: str, info: TensorInfo) -> _Probe:
     return _Probe(tuple(recorder.copies.get(name, ())), bool(loaded), error)
 
 
-# --- classifying -----------------------------------------------------------------------------------
+# --- classifying ----------------------------------------------------------------------------------
 
 
 def _classify(live: LiveModel, name: str, info: TensorInfo, probe: _Probe) -> DiscoveredWeight:
@@ -224,7 +227,8 @@ def _overlapping(copies: Iterable[LoaderCopy]) -> bool:
 
 
 def _mark_shared_targets(weights: dict[str, DiscoveredWeight]) -> tuple[tuple[str, ...], ...]:
-    """Group names with identical targets; names that share only some elements become unsupported."""
+    """Group names with identical targets; names that share only some elements become
+    unsupported."""
     groups: dict[tuple[object, ...], list[str]] = {}
     for name, weight in weights.items():
         if weight.copies and weight.kind is not LoadKind.UNSUPPORTED:
@@ -240,7 +244,8 @@ def _mark_shared_targets(weights: dict[str, DiscoveredWeight]) -> tuple[tuple[st
 
 
 def _target_identity(weight: DiscoveredWeight) -> tuple[object, ...]:
-    """Equal for two names exactly when the same source elements land on the same target elements."""
+    """Equal for two names exactly when the same source elements land on the same target
+    elements."""
     return (
         weight.shape,
         weight.dtype,

@@ -1,9 +1,9 @@
 """Prove by experiment that a native loader's transform treats every element by itself.
 
-A sparse overwrite through a transform marks the unchanged elements of the source with a sentinel (NaN)
-and keeps the target wherever the sentinel comes out. That is exact only if each result depends on one
-source element. A loader that normalizes, sums or rotates would spread the sentinel, and nothing, or too
-much, would be written without any error.
+A sparse overwrite through a transform marks the unchanged elements of the source with a sentinel
+(NaN) and keeps the target wherever the sentinel comes out. That is exact only if each result
+depends on one source element. A loader that normalizes, sums or rotates would spread the sentinel,
+and nothing, or too much, would be written without any error.
 """
 
 import torch
@@ -26,7 +26,8 @@ class _Results:
 
 
 def loaded_value(copy: LoaderCopy) -> torch.Tensor:
-    """What ``target.copy_(source)`` would leave in the target: cast and broadcast, contiguous, CPU."""
+    """What ``target.copy_(source)`` would leave in the target: cast and broadcast, contiguous,
+    CPU."""
     assert copy.source is not None
     value = torch.empty(copy.target.shape, dtype=copy.target.dtype)
     return value.copy_(copy.source)
@@ -35,9 +36,9 @@ def loaded_value(copy: LoaderCopy) -> torch.Tensor:
 def sentinel_bits(dtype: torch.dtype, values: torch.Tensor) -> int | None:
     """Bits that mean "unchanged" in a source of ``dtype`` that holds the bit patterns ``values``.
 
-    A floating dtype of 2 bytes or more has NaN, which survives casts and arithmetic; ``values`` must hold
-    none. Any other dtype gets an exact pattern that ``values`` lacks, which survives moves only; None
-    when one byte has no pattern left.
+    A floating dtype of 2 bytes or more has NaN, which survives casts and arithmetic; ``values``
+    must hold none. Any other dtype gets an exact pattern that ``values`` lacks, which survives
+    moves only; None when one byte has no pattern left.
     """
     if is_nan_marked(dtype):
         return int(bits_view(torch.full((), float("nan"), dtype=dtype)))
@@ -60,15 +61,13 @@ def unchanged_mask(value: torch.Tensor, source_dtype: torch.dtype, sentinel: int
     return bits_view(value) == sentinel
 
 
-def is_elementwise(
-    live: LiveModel, name: str, shape: tuple[int, ...], dtype: torch.dtype
-) -> bool:
+def is_elementwise(live: LiveModel, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
     """Whether a sparse overwrite of this tensor through its loader is exact.
 
-    A source of known values is loaded whole, then in two complementary halves with the sentinel in the
-    other half. Every result must come out in exactly one of the halves, bit-equal to the whole. A result
-    that needs two elements is caught in each round with a chance of one half; results are many and
-    there are several rounds.
+    A source of known values is loaded whole, then in two complementary halves with the sentinel in
+    the other half. Every result must come out in exactly one of the halves, bit-equal to the whole.
+    A result that needs two elements is caught in each round with a chance of one half; results are
+    many and there are several rounds.
     """
     generator = torch.Generator().manual_seed(0)
     whole = _test_values(shape, dtype, generator)
@@ -93,9 +92,11 @@ def _test_values(
     # Positive and of the size of weights, so that roots and logarithms work; no integer extremes.
     if dtype.is_floating_point and dtype.itemsize > 1:
         return (torch.rand(shape, generator=generator) + 0.5).to(dtype)
-    return torch.randint(1, 100, shape, generator=generator).to(torch.uint8).view(dtype) if (
-        dtype.itemsize == 1 and dtype != torch.bool
-    ) else torch.randint(0, 2, shape, generator=generator).to(dtype)
+    return (
+        torch.randint(1, 100, shape, generator=generator).to(torch.uint8).view(dtype)
+        if (dtype.itemsize == 1 and dtype != torch.bool)
+        else torch.randint(0, 2, shape, generator=generator).to(dtype)
+    )
 
 
 def _load(live: LiveModel, name: str, source: torch.Tensor) -> list[torch.Tensor]:

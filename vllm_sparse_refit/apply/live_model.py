@@ -82,7 +82,8 @@ class LiveModel:
 
     @contextmanager
     def guarded(self, changed: list[str]) -> Iterator[None]:
-        """Put back every registered tensor that was replaced or moved meanwhile; name it in ``changed``.
+        """Put back every registered tensor that was replaced or moved meanwhile; name it in
+        ``changed``.
 
         The load mode blocks writes; this catches what is no operator: assigning ``.data`` or an
         attribute, registering or deleting a parameter.
@@ -96,7 +97,8 @@ class LiveModel:
 
 @dataclass(frozen=True, eq=False)
 class _Registries:
-    """Every module's tensors as they were: the objects, an alias of their data, and the view they are."""
+    """Every module's tensors as they were: the objects, an alias of their data, and the view they
+    are."""
 
     entries: dict[tuple[str, str], dict[str, tuple[torch.Tensor, torch.Tensor, ViewKey]]]
 
@@ -134,7 +136,9 @@ def _registries(module: torch.nn.Module) -> tuple[tuple[str, dict[str, Any]], ..
 def _restore(
     registry: dict[str, Any], saved: dict[str, tuple[torch.Tensor, torch.Tensor, ViewKey]]
 ) -> list[str]:
-    added = [n for n, value in registry.items() if isinstance(value, torch.Tensor) and n not in saved]
+    added = [
+        n for n, value in registry.items() if isinstance(value, torch.Tensor) and n not in saved
+    ]
     for name in added:
         del registry[name]
     changed = list(added)

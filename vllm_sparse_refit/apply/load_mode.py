@@ -37,8 +37,8 @@ class LoaderCopy:
 
     Attributes:
         target: the view written to, detached; keeps its storage alive.
-        boxes: source and target boxes of a plain view copy; None when the source was a temporary, was
-            cast, or was broadcast.
+        boxes: source and target boxes of a plain view copy; None when the source was a temporary,
+            was cast, or was broadcast.
         source: the tensor copied from; kept only when asked for.
     """
 
@@ -56,11 +56,11 @@ class LoaderWeight:
     """One canonical tensor on its way through the native loader.
 
     Attributes:
-        source: stands for the canonical tensor, contiguous, full shape. For a VIEW its content is never
-            read.
+        source: stands for the canonical tensor, contiguous, full shape. For a VIEW its content is
+            never read.
         deltas: what to write, each of the same tensor with spans that do not overlap.
-        sentinel: for a sparse TRANSFORM, the bits in ``source`` that mean "unchanged"; None when all
-            elements of ``source`` count.
+        sentinel: for a sparse TRANSFORM, the bits in ``source`` that mean "unchanged"; None when
+            all elements of ``source`` count.
     """
 
     name: str
@@ -81,9 +81,10 @@ class _SparseWeightLoadMode(TorchDispatchMode):
     """Turn native loader copies into sparse XOR or overwrite.
 
     While active, no operator writes to a watched storage. ``copy_`` is handed to the sink with the
-    weight that is being loaded; filling vocabulary padding with zeros is dropped, since the padding holds
-    zeros already; every other write raises :class:`UnsupportedModelError`, naming operator and weight.
-    Assigning ``.data`` is no operator and is not seen here: the caller compares storages.
+    weight that is being loaded; filling vocabulary padding with zeros is dropped, since the padding
+    holds zeros already; every other write raises :class:`UnsupportedModelError`, naming operator
+    and weight. Assigning ``.data`` is no operator and is not seen here: the caller compares
+    storages.
 
     Args:
         targets: the watched storages by :func:`storage_key`: all that belongs to the live model.

@@ -58,7 +58,8 @@ def _axes(box: Box) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class BoxCopy:
-    """One plain copy seen in a native loader: ``source`` in the canonical tensor, ``target`` in a storage.
+    """One plain copy seen in a native loader: ``source`` in the canonical tensor, ``target`` in a
+    storage.
 
     Both boxes have the same shape, axis by axis.
     """
@@ -94,8 +95,8 @@ def place(copy: BoxCopy, locations: torch.Tensor | range) -> tuple[torch.Tensor,
         locations: strictly ascending flat positions in the canonical tensor.
 
     Returns:
-        ``(selected, positions)``, both int64 and 1-D on the CPU: the indices into ``locations`` that
-        fall into the source box, and for each the flat position in the target storage.
+        ``(selected, positions)``, both int64 and 1-D on the CPU: the indices into ``locations``
+        that fall into the source box, and for each the flat position in the target storage.
     """
     first, last = _narrow(locations, copy.source.offset, copy.source.end)
     rest = _as_int64(locations, first, last) - copy.source.offset
@@ -140,8 +141,8 @@ def _as_int64(locations: torch.Tensor | range, first: int, last: int) -> torch.T
 def boxes_overlap(a: Box, b: Box) -> bool:
     """Whether two boxes of one storage share an element. Exact.
 
-    Boxes with disjoint extents, the usual case, cost nothing; interleaved ones (column blocks of one
-    matrix) are marked in a mask as long as their common extent.
+    Boxes with disjoint extents, the usual case, cost nothing; interleaved ones (column blocks of
+    one matrix) are marked in a mask as long as their common extent.
     """
     if a.numel == 0 or b.numel == 0 or a.end <= b.offset or b.end <= a.offset:
         return False

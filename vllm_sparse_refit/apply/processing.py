@@ -1,9 +1,9 @@
 """What a model's post-load processing does to its weights, observed while the model loads.
 
-After vLLM has loaded a checkpoint it lets every layer turn its weights into the form its kernel wants
-(``process_weights_after_loading``). A layer that does so is *packed*: its native loader would write values
-in a layout that the kernel no longer reads, often without any error. Shape and dtype do not tell, so the
-bits, storages and attributes of every module are compared before and after.
+After vLLM has loaded a checkpoint it lets every layer turn its weights into the form its kernel
+wants (``process_weights_after_loading``). A layer that does so is *packed*: its native loader would
+write values in a layout that the kernel no longer reads, often without any error. Shape and dtype
+do not tell, so the bits, storages and attributes of every module are compared before and after.
 """
 
 import functools
@@ -130,7 +130,8 @@ _MODULE_INTERNALS = frozenset(torch.nn.Module().__dict__)
 
 
 def _attributes(owner: object) -> dict[str, object]:
-    """The instance attributes of ``owner`` that could hold weight data, the nn.Module registries aside.
+    """The instance attributes of ``owner`` that could hold weight data, the nn.Module registries
+    aside.
 
     A tensor is remembered with its digest, so that a write into it shows.
     """
@@ -156,8 +157,8 @@ def tensor_digest(tensor: torch.Tensor) -> bytes:
 def _packed_layers(
     model: torch.nn.Module, before: Mapping[str, _ModuleState]
 ) -> Iterator[PackedLayer]:
-    # Storages that were parameters before and are unchanged: a view of one, or another module's tied
-    # parameter, follows an in-place update by itself.
+    # Storages that were parameters before and are unchanged: a view of one, or another module's
+    # tied parameter, follows an in-place update by itself.
     after = _snapshot(model)
     kept_storages: set[int] = set()
     for name, state in after.items():
@@ -228,13 +229,12 @@ def _attribute_holds_copy(old: object, value: object, kept: set[int]) -> bool:
     return _may_hold_tensors(value, kept, depth=3)
 
 
-_PLAIN = (
-    bool | int | float | complex | str | bytes | torch.dtype | torch.device | torch.Size | type
-)
+_PLAIN = bool | int | float | complex | str | bytes | torch.dtype | torch.device | torch.Size | type
 
 
 def _may_hold_tensors(value: object, kept: set[int], depth: int) -> bool:
-    """Whether ``value``, new on a module, could hold weight data other than views of live parameters."""
+    """Whether ``value``, new on a module, could hold weight data other than views of live
+    parameters."""
     if value is None or isinstance(value, _PLAIN | torch.nn.Module | types.ModuleType):
         return False
     if isinstance(value, torch.Tensor):

@@ -299,7 +299,7 @@ class ZmqSparseRefitServer:
         request_id = frames[1].bytes if _is_answerable(frames) else None
         try:
             head = _parse_head(frames)
-        except PayloadError as error:
+        except Exception as error:  # whatever a message holds, the loop goes on
             self._statistics.rejected(error)
             if request_id is not None:
                 router.send_multipart([identity, NACK, request_id, nack_bytes(error)])

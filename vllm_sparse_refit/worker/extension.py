@@ -1,8 +1,8 @@
 """The worker extension: the RPC methods that every worker gets.
 
-No method raises. A raising RPC can leave an engine with worker processes answering every later call with the
-wrong reply, so each returns ``{"ok", "error", "error_type", "rank", "nonce", ...}`` with JSON types only, and
-the caller checks ``ok`` and ``nonce`` of every rank.
+No method raises. A raising RPC can leave an engine with worker processes answering every later call
+with the wrong reply, so each returns ``{"ok", "error", "error_type", "rank", "nonce", ...}`` with
+JSON types only, and the caller checks ``ok`` and ``nonce`` of every rank.
 """
 
 import functools
@@ -28,15 +28,16 @@ def _receiver(worker: Any) -> Receiver:
     if receiver is None:
         raise PluginNotEnabledError(
             "sparse_refit is installed but not enabled in this engine: name it in VLLM_PLUGINS "
-            '(VLLM_PLUGINS=sparse_refit) or set additional_config={"sparse_refit": {}}, and start the '
-            "engine again"
+            '(VLLM_PLUGINS=sparse_refit) or set additional_config={"sparse_refit": {}}, and start
+            the ' "engine again"
         )
     assert isinstance(receiver, Receiver)
     return receiver
 
 
 def _rpc(method: Callable[..., Reply]) -> Callable[..., Reply]:
-    """Make an RPC method out of one that may raise: any error, a wrong argument too, becomes a reply."""
+    """Make an RPC method out of one that may raise: any error, a wrong argument too, becomes a
+    reply."""
 
     @functools.wraps(method)
     def call(worker: Any, *args: Any, nonce: str | None = None, **kwargs: Any) -> Reply:
@@ -44,7 +45,9 @@ def _rpc(method: Callable[..., Reply]) -> Callable[..., Reply]:
         try:
             reply |= method(worker, *args, **kwargs)
         except Exception as error:
-            text = str(error) if isinstance(error, RefitError) else f"{type(error).__name__}: {error}"
+            text = (
+                str(error) if isinstance(error, RefitError) else f"{type(error).__name__}: {error}"
+            )
             if not isinstance(error, RefitError):
                 logger.exception("%s failed", method.__name__)
             reply = {"ok": False, "error": text, "error_type": type(error).__name__}
@@ -58,8 +61,9 @@ def _rpc(method: Callable[..., Reply]) -> Callable[..., Reply]:
 class SparseRefitWorkerExtension:
     """RPC methods for vLLM workers, called through ``collective_rpc`` by name.
 
-    Usable as ``worker_extension_cls`` or as the base of a class named there; without that, the plugin gives
-    the same methods to every worker. All take an optional ``nonce`` that the reply repeats.
+    Usable as ``worker_extension_cls`` or as the base of a class named there; without that, the
+    plugin gives the same methods to every worker. All take an optional ``nonce`` that the reply
+    repeats.
     """
 
     @_rpc
@@ -82,7 +86,8 @@ class SparseRefitWorkerExtension:
 
     @_rpc
     def update_weights_from_decoded_sparse_payload(self, *payloads: bytes | str) -> Reply:
-        """Apply payloads given as bytes or as paths of files this worker can read, all or nothing."""
+        """Apply payloads given as bytes or as paths of files this worker can read, all or
+        nothing."""
         return _receiver(self).update_directly(*payloads)
 
     @_rpc
@@ -99,9 +104,7 @@ class SparseRefitWorkerExtension:
         verification_samples: int = DEFAULT_SAMPLES,
     ) -> Reply:
         """Open a transfer from the version with ``base_digest``."""
-        return _receiver(self).begin(
-            transfer_id, base_digest, target_label, verification_samples
-        )
+        return _receiver(self).begin(transfer_id, base_digest, target_label, verification_samples)
 
     @_rpc
     def sparse_refit_prepare(self, transfer_id: str, expected_payloads: Mapping[str, int]) -> Reply:

@@ -1,4 +1,5 @@
-"""A worker's side of a transfer: payloads are staged by the server's threads, weights written on commit."""
+"""A worker's side of a transfer: payloads are staged by the server's threads, weights written on
+commit."""
 
 import enum
 import logging
@@ -32,14 +33,16 @@ class State(enum.StrEnum):
     """Where a worker is in a transfer.
 
                     begin          prepare            commit             release
-        IDLE ------------> OPEN -----------> PREPARED ---------> COMMITTED --------> IDLE (new version)
+        IDLE ------------> OPEN -----------> PREPARED ---------> COMMITTED --------> IDLE (new
+        version)
           ^                  |                   |                   |
-          +------ abort -----+------ abort ------+----- rollback ----+        (old version, same bits)
+          +------ abort -----+------ abort ------+----- rollback ----+        (old version, same
+          bits)
 
     Payloads handed over by an RPC instead of the server make it UPDATING until they are finished.
 
-    Only a rollback that fails leads to BROKEN, from which nothing leads away but a restart or reload of
-    the engine.
+    Only a rollback that fails leads to BROKEN, from which nothing leads away but a restart or
+    reload of the engine.
     """
 
     IDLE = "idle"
@@ -66,9 +69,9 @@ class _Transfer:
 class Receiver:
     """Owns the state of transfers of one worker.
 
-    :meth:`stage` is called by the server's threads; everything else by the worker's main thread, inside an
-    RPC. ``_lock`` guards ``_state`` and ``_transfer``; it is never held while payloads are decoded or
-    weights are written.
+    :meth:`stage` is called by the server's threads; everything else by the worker's main thread,
+    inside an RPC. ``_lock`` guards ``_state`` and ``_transfer``; it is never held while payloads
+    are decoded or weights are written.
     """
 
     def __init__(
@@ -98,7 +101,7 @@ class Receiver:
         """End the server thread; harmless when repeated."""
         self._server.close()
 
-    # --- server threads ----------------------------------------------------------------------------
+    # --- server threads ---------------------------------------------------------------------------
 
     def stage(self, body: bytes, metadata: Mapping[str, Any]) -> dict[str, Any]:
         """Decode, check and hold one payload; touches no weight. Safe from several threads at once.
@@ -132,10 +135,12 @@ class Receiver:
                     f"transfer {transfer_id} is not open on this worker; begin it first"
                 )
             if self._state is not State.OPEN:
-                raise TransactionError(f"transfer {transfer_id} is {self._state} and takes no payloads")
+                raise TransactionError(
+                    f"transfer {transfer_id} is {self._state} and takes no payloads"
+                )
             return self._transfer
 
-    # --- RPCs, worker's main thread ------------------------------------------------------------------
+    # --- RPCs, worker's main thread ---------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
         """What this worker is doing, as JSON types."""
@@ -190,7 +195,8 @@ class Receiver:
         return {}
 
     def prepare(self, transfer_id: str, expected_payloads: Mapping[str, int]) -> dict[str, Any]:
-        """Wait for all payloads, then check the whole transfer. Afterwards only the commit is missing."""
+        """Wait for all payloads, then check the whole transfer. Afterwards only the commit is
+        missing."""
         transfer = self._current(transfer_id, State.OPEN)
         expected = {int(producer): int(count) for producer, count in expected_payloads.items()}
         self._server.flush(transfer_id, sum(expected.values()))
@@ -227,8 +233,8 @@ class Receiver:
         """Compare samples of what was written; after direct updates also make them final.
 
         Raises:
-            VerificationError: a sample differs. A direct update is rolled back then; a transfer waits for
-                the caller's abort, which must reach every worker.
+            VerificationError: a sample differs. A direct update is rolled back then; a transfer
+                waits for the caller's abort, which must reach every worker.
         """
         with self._lock:
             transfer, direct = self._transfer, self._state is State.UPDATING
@@ -276,7 +282,8 @@ class Receiver:
         return {"aborted": True}
 
     def update_directly(self, *payloads: bytes | str) -> dict[str, Any]:
-        """Apply payloads given as bytes or file paths, without a transfer; :meth:`finish` ends the update.
+        """Apply payloads given as bytes or file paths, without a transfer; :meth:`finish` ends the
+        update.
 
         Each call is all or nothing. Several may follow each other, for different elements.
         """
@@ -293,7 +300,7 @@ class Receiver:
                 self._transfer.checksums[0, len(self._transfer.checksums)] = checksum_hex(body)
         return result
 
-    # --- helpers -------------------------------------------------------------------------------------
+    # --- helpers ----------------------------------------------------------------------------------
 
     def remember_error(self, message: str) -> None:
         """Keep the latest error for :meth:`status`."""

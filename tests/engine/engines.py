@@ -1,0 +1,112 @@
+"""Start real vLLM engines on the CPU, and read what must be equal between two of them."""
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+PROMPTS = [
+    {"prompt_token_ids": list(range(10, 42))},
+    {"prompt_token_ids": [7, 3, 400, 11]},
+    {"prompt_token_ids": [500] * 9},
+]
+
+
+@contextlib.contextmanager
+def engine(
+    folder: Path,
+    *,
+    plugins: str | None = "sparse_refit",
+    processes: bool = False,
+    environment: dict[str, str] | None = None,
+    **settings: Any,
+) -> Iterator[Any]:
+    """A running :class:`vllm.LLM` on a checkpoint; ended, with its workers, on exit.
+
+    Args:
+        plugins: value of ``VLLM_PLUGINS``; None leaves it unset.
+        processes: run the engine core and the workers in processes of their own.
+        environment: further environment variables.
+        settings: passed to ``LLM``.
+    """
+    import vllm.envs
+    from vllm import LLM
+
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes)), **(environment or {})}
+    with pytest.MonkeyPatch.context() as patch:
+        # An in-process engine caches the environment of its process; the next one needs its own.
+        vllm.envs.disable_envs_cache()
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        if plugins is None:
+            patch.delenv("VLLM_PLUGINS", raising=False)
+        else:
+            patch.setenv("VLLM_PLUGINS", plugins)
+        defaults = {
+            "skip_tokenizer_init": True,
+            "max_model_len": 128,
+            "enforce_eager": True,
+            "disable_log_stats": True,
+        }
+        llm = LLM(str(folder), **{**defaults, **settings})
+        try:
+            yield llm
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+            gc.collect()
+
+
+def generate(llm: Any, tokens: int = 6) -> list[Any]:
+    """Greedy tokens with their log-probabilities, and the prompts' log-probabilities, as plain values."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(
+        temperature=0, max_tokens=tokens, logprobs=5, prompt_logprobs=3, detokenize=False, ignore_eos=True
+    )
+    outputs = llm.generate(PROMPTS, sampling, use_tqdm=False)
+    return [
+        (
+            list(output.outputs[0].token_ids),
+            [_plain(step) for step in output.outputs[0].logprobs],
+            [_plain(step) for step in output.prompt_logprobs],
+        )
+        for output in outputs
+    ]
+
+
+def _plain(step: Any) -> list[tuple[int, float]]:
+    return [] if step is None else sorted((token, value.logprob) for token, value in step.items())
+
+
+def checksums(llm: Any) -> list[dict[str, str]]:
+    """vLLM's own checksum of every parameter and buffer, one mapping for each rank."""
+    found: list[dict[str, str]] = llm.collective_rpc("compute_weight_checksums")
+    assert all(found)
+    return found
+
+
+def worker(llm: Any) -> Any:
+    """The worker of an engine that runs in process."""
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+
+
+def model(llm: Any) -> torch.nn.Module:
+    """The model of an engine that runs in process."""
+    found: torch.nn.Module = worker(llm).model_runner.get_model()
+    return found
+
+
+def state(llm: Any) -> tuple[list[dict[str, str]], list[Any]]:
+    """All that a fresh engine of the same checkpoint must have too."""
+    return checksums(llm), generate(llm)
+
+
+def fresh_state(folder: Path, **settings: Any) -> tuple[list[dict[str, str]], list[Any]]:
+    """The state of an engine started from ``folder`` just for this."""
+    with engine(folder, **settings) as llm:
+        return state(llm)
