@@ -105,6 +105,9 @@ class SyncConfig:
         compression_level: zstd level.
         verification_samples: Changed elements read back per tensor after a commit.
         baseline_dir: Folder for a memory-mapped baseline; None keeps it in RAM.
+        dtype: Cast floating tensors to this dtype (``"bfloat16"``) before they are compared, as if the
+            checkpoint were saved in it; for a trainer that keeps fp32 master weights. None sends them as
+            they are.
         ignore: ``fnmatch`` patterns of checkpoint names that the model's loader skips on purpose and
             that nobody needs in the engine (``*.rotary_emb.inv_freq``).
     """
@@ -118,6 +121,7 @@ class SyncConfig:
     compression_level: int = 1
     verification_samples: int = 64
     baseline_dir: str | os.PathLike[str] | None = None
+    dtype: str | None = None
     ignore: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

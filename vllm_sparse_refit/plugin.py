@@ -86,7 +86,7 @@ def _forwarder(name: str) -> Callable[..., Any]:
     method = getattr(SparseRefitWorkerExtension, name)
 
     @functools.wraps(method)
-    def forward(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(wrapper: Any, /, *args: Any, **kwargs: Any) -> Any:
         # A subclass in the user's slot may override the method; then that one counts.
         own = getattr(wrapper.worker, name, None)
         if own is not None:

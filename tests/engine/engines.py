@@ -27,6 +27,8 @@ def engine(
 ) -> Iterator[Any]:
     """A running :class:`vllm.LLM` on a checkpoint; ended, with its workers, on exit.
 
+    Only one engine at a time can run in process: vLLM's parallel groups belong to the process.
+
     Args:
         plugins: value of ``VLLM_PLUGINS``; None leaves it unset.
         processes: run the engine core and the workers in processes of their own.
@@ -35,6 +37,7 @@ def engine(
     """
     import vllm.envs
     from vllm import LLM
+    from vllm.v1.worker.cpu_worker import CPUWorker
 
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes)), **(environment or {})}
     with pytest.MonkeyPatch.context() as patch:
@@ -52,6 +55,7 @@ def engine(
             "enforce_eager": True,
             "disable_log_stats": True,
         }
+        bases = CPUWorker.__bases__
         llm = LLM(str(folder), **{**defaults, **settings})
         try:
             yield llm
@@ -59,6 +63,8 @@ def engine(
             llm.llm_engine.engine_core.shutdown()
             del llm
             gc.collect()
+            # An extension class stays among the worker's bases for good, where the next would clash.
+            CPUWorker.__bases__ = bases
 
 
 def generate(llm: Any, tokens: int = 6) -> list[Any]:

@@ -1,6 +1,7 @@
 """Canonical sparse updates through vLLM's own weight loaders."""
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -91,8 +92,8 @@ class VllmSparseDeltaApplier:
             )
         if self._packed is None:
             raise UnsupportedModelError(
-                "the loading of this model was not observed, so packed layers cannot be told from plain "
-                "ones; load it with a load_format that goes through vLLM's base loader "
+                "the loading of this model was not observed, so packed layers cannot be told from "
+                "plain ones; load it with a load_format that goes through vLLM's base loader "
                 "(auto, safetensors, dummy)"
             )
         if draft := _draft_model(self._model_runner):
@@ -145,8 +146,8 @@ class VllmSparseDeltaApplier:
             )
         if delta.shape != weight.shape or delta.dtype != weight.dtype:
             raise TensorMismatchError(
-                f"{delta.name}: sent as {dtype_name(delta.dtype)}{list(delta.shape)}, but announced as "
-                f"{dtype_name(weight.dtype)}{list(weight.shape)}"
+                f"{delta.name}: sent as {dtype_name(delta.dtype)}{list(delta.shape)}, but "
+                f"announced as {dtype_name(weight.dtype)}{list(weight.shape)}"
             )
         if weight.kind is LoadKind.UNSUPPORTED:
             raise UnsupportedModelError(f"{delta.name}: {weight.reason}")
@@ -165,9 +166,12 @@ class VllmSparseDeltaApplier:
         Raises:
             PayloadError: two deltas of one tensor speak for the same elements, or disagree on the
                 operation.
-            UnsupportedModelError: aliased tensors would get different bits, or a tensor that must
-                be complete is not.
+            UnsupportedModelError: the model has packed layers, aliased tensors would get different
+                bits, or a tensor that must be complete is not.
         """
+        if self.discovery.packed:
+            layer = self.discovery.packed[0]
+            raise UnsupportedModelError(f"layer {layer.module} is packed: {layer.reason}")
         for name, parts in deltas.items():
             _check_spans(name, parts)
             if self.discovery.weights[name].kind in (LoadKind.DENSE, LoadKind.TRANSFORM):
@@ -180,12 +184,13 @@ class VllmSparseDeltaApplier:
             return
         if self.discovery.weights[name].kind is LoadKind.DENSE:
             raise UnsupportedModelError(
-                f"{name}: the model's loader mixes its elements, so all of them must be sent together"
+                f"{name}: the model's loader mixes its elements, so all of them must be sent "
+                "together"
             )
         if is_nan_marked(parts[0].dtype) and any(_has_nan(part) for part in parts):
             raise UnsupportedModelError(
-                f"{name}: a sparse update holds a NaN, which the model's loader could not tell from an "
-                "unchanged element; send all elements of the tensor"
+                f"{name}: a sparse update holds a NaN, which the model's loader could not tell "
+                "from an unchanged element; send all elements of the tensor"
             )
 
     # --- writing ----------------------------------------------------------------------------------
@@ -200,7 +205,8 @@ class VllmSparseDeltaApplier:
             RefitError: with the tensor's name; every element is as it was before this call.
         """
         redundant = {name for group in self.discovery.aliases for name in group[1:]}
-        names = [name for name in deltas if name not in redundant]
+        # In the order of discovery, not of arrival: what was seen then is what the loader does now.
+        names = [n for n in self.discovery.weights if n in deltas and n not in redundant]
         if self._writer is None:
             self._writer = WeightWriter(self.sample_limit)
         mark = self._writer.mark()
@@ -226,8 +232,8 @@ class VllmSparseDeltaApplier:
                     live.load([_loader_weight(self.discovery, name, deltas[name])], sink)
         if changed:
             raise UnsupportedModelError(
-                f"the model's loader replaced {', '.join(changed[:3])}, which it did not do at discovery; "
-                "nothing was changed"
+                f"the model's loader replaced {', '.join(changed[:3])}, which it did not do at "
+                "discovery; nothing was changed"
             )
         for name in names:
             expected = len(self.discovery.weights[name].copies)
@@ -279,8 +285,7 @@ class VllmSparseDeltaApplier:
             self._writer = None
 
     def roll_back(self) -> None:
-        """Take all applied, unreleased updates back, bit for bit. Does nothing when there is
-        none."""
+        """Take all applied, unreleased updates back, bit for bit; harmless when there is none."""
         if self._writer is not None:
             self._writer.roll_back()
             self.synchronize_device()
@@ -316,8 +321,7 @@ class VllmSparseDeltaApplier:
 
 
 class _SparseWriter:
-    """Writes, of every copy that the native loader makes, only the elements that a delta
-    changes."""
+    """Writes, of every copy the native loader makes, only the elements that a delta changes."""
 
     def __init__(self, writer: WeightWriter) -> None:
         self._writer = writer
@@ -333,7 +337,8 @@ class _SparseWriter:
     def _scatter(self, weight: LoaderWeight, copy: LoaderCopy) -> None:
         if copy.boxes is None:
             raise UnsupportedModelError(
-                f"{weight.name}: the model's loader transforms it now, which it did not do at discovery"
+                f"{weight.name}: the model's loader transforms it now, which it did not do at "
+                "discovery"
             )
         for delta in weight.deltas:
             selected, positions = place(copy.boxes, delta.locations)
@@ -353,6 +358,9 @@ class _SparseWriter:
         positions = torch.full((coordinates.shape[0],), copy.target_box.offset, dtype=torch.int64)
         for axis, stride in enumerate(copy.target_box.strides):
             positions.add_(coordinates[:, axis], alpha=stride)
+        if weight.kind is LoadKind.DENSE and self.copies[weight.name] > 1:
+            # Copies of one tensor may overlap, and the last one counts.
+            self._writer.supersede(copy.target, positions)
         self._writer.overwrite(copy.target, positions, bits_view(value)[written])
 
 
@@ -367,8 +375,8 @@ def _loader_weight(discovery: Discovery, name: str, parts: Sequence[TensorDelta]
         sentinel = sentinel_bits(weight.dtype, torch.cat([part.values for part in parts]))
         if sentinel is None:
             raise UnsupportedModelError(
-                f"{name}: a sparse update uses all bit patterns of {dtype_name(weight.dtype)}, so none is "
-                "left to mark unchanged elements; send all elements of the tensor"
+                f"{name}: a sparse update uses all bit patterns of {dtype_name(weight.dtype)}, so "
+                "none is left to mark unchanged elements; send all elements of the tensor"
             )
         bits.fill_(sentinel)
     for part in parts:
@@ -387,11 +395,11 @@ def _index(locations: torch.Tensor | range) -> Any:
 
 def _check_spans(name: str, parts: Sequence[TensorDelta]) -> None:
     ordered = sorted(parts, key=lambda part: part.begin)
-    for first, second in zip(ordered, ordered[1:], strict=False):
+    for first, second in itertools.pairwise(ordered):
         if second.begin < first.end:
             raise PayloadError(
-                f"{name}: elements {second.begin} to {min(first.end, second.end) - 1} are sent twice "
-                "in one transfer; each producer must send its own part of a tensor"
+                f"{name}: elements {second.begin} to {min(first.end, second.end) - 1} are sent "
+                "twice in one transfer; each producer must send its own part of a tensor"
             )
     if len({part.operation for part in parts}) > 1:
         raise PayloadError(f"{name}: one transfer mixes xor and overwrite for this tensor")
@@ -414,8 +422,8 @@ def _check_aliases(group: tuple[str, ...], deltas: DeltasByName) -> None:
         other = _joined(deltas.get(name, ()))
         if first[0] != other[0] or not all(map(torch.equal, first[1:], other[1:])):
             raise UnsupportedModelError(
-                f"{group[0]} and {name} are one parameter in this engine, but the update gives them "
-                "different values; start the engine from a checkpoint in which they differ"
+                f"{group[0]} and {name} are one parameter in this engine, but the update gives "
+                "them different values; start the engine from a checkpoint in which they differ"
             )
 
 

@@ -37,7 +37,8 @@ def unpacked_cpu_linear() -> Iterator[None]:
 
     def keep_unpacked(layer: torch.nn.Module, remove_weight: bool) -> None:
         if layer.weight.ndim == 2:
-            layer.cpu_linear = torch.nn.functional.linear
+            # A function, which nn.Module's own type for attributes does not know.
+            setattr(layer, "cpu_linear", torch.nn.functional.linear)  # noqa: B010
         else:
             # No linear layer: a convolution whose kernel may insist on the packed form.
             dispatch(layer, remove_weight)

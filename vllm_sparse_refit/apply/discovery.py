@@ -1,19 +1,20 @@
 """Find out, without writing anything, how a model's native loader treats each canonical tensor."""
 
+import bisect
 import fnmatch
-import itertools
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from vllm_sparse_refit.apply.elementwise import is_elementwise
+from vllm_sparse_refit.apply.elementwise import is_elementwise, load_test_values
 from vllm_sparse_refit.apply.live_model import LiveModel
 from vllm_sparse_refit.apply.load_mode import LoaderCopy, LoaderWeight, LoadKind
 from vllm_sparse_refit.apply.placement import Box, boxes_overlap
 from vllm_sparse_refit.apply.processing import PackedLayer, storage_key
+from vllm_sparse_refit.codec.dtypes import bits_view
 from vllm_sparse_refit.errors import RefitError
 
 logger = logging.getLogger(__name__)
@@ -86,6 +87,7 @@ def discover(
         for name, info in state_dict_info.items()
     }
     aliases = _mark_shared_targets(weights)
+    _refuse_unlike_aliases(live, weights, aliases)
     _mark_packed(live, weights, packed)
     return Discovery(
         weights=weights,
@@ -105,7 +107,6 @@ class _Probe:
     """What the loader did with one stand-in."""
 
     copies: tuple[LoaderCopy, ...] = ()
-    claimed: bool = False
     error: str = ""
 
 
@@ -116,15 +117,22 @@ class _Probes:
 
 
 class _Recorder:
-    """Collects the loader's copies by canonical name, and notices when they come out of turn."""
+    """Collects the loader's copies by canonical name, and notices when they come out of turn.
+
+    ``used`` collects the keys of the storages that the loader reads.
+    """
 
     def __init__(self) -> None:
         self.copies: dict[str, list[LoaderCopy]] = {}
+        self.used: set[int] = set()
         self._owner: dict[int, str] = {}
         self.in_turn = True
 
     def announce(self, weight: LoaderWeight) -> None:
         self._owner[storage_key(weight.source)] = weight.name
+
+    def used_names(self) -> set[str]:
+        return {name for key, name in self._owner.items() if key in self.used}
 
     def copy(self, weight: LoaderWeight, copy: LoaderCopy) -> None:
         assert copy.source is not None
@@ -144,47 +152,65 @@ def stand_in(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _observe(live: LiveModel, state_dict_info: Mapping[str, TensorInfo]) -> _Probes:
-    """Probe everything in one loader call; fall back to one call per tensor where that is not
-    exact."""
+    """Probe everything in one loader call, or one call per tensor where that is not exact."""
     recorder, changed = _Recorder(), list[str]()
     weights = [LoaderWeight(n, stand_in(*info)) for n, info in state_dict_info.items()]
     for weight in weights:
         recorder.announce(weight)
     try:
         with live.guarded(changed):
-            live.load(weights, recorder)
-    except (
-        Exception
-    ) as error:  # a loader may raise anything; the single calls tell for which tensor
+            live.load(weights, recorder, recorder.used)
+    except Exception as error:  # a loader may raise anything; the single calls tell for what
         logger.debug("the loader raised during discovery, probing tensor by tensor", exc_info=error)
-        return _observe_each(live, state_dict_info)
+        return _observe_each(live, state_dict_info, recorder.used_names())
     results = {n: _Probe(tuple(recorder.copies.get(n, ()))) for n in state_dict_info}
     silent = {n: state_dict_info[n] for n, probe in results.items() if not probe.copies}
-    singly = _observe_each(live, silent).results
+    used = recorder.used_names()
+    singly = _observe_each(live, silent, used).results
     if changed or not recorder.in_turn or any(probe.copies for probe in singly.values()):
-        return _observe_each(live, state_dict_info)
+        return _observe_each(live, state_dict_info, used)
     return _Probes({**results, **singly}, streaming=True)
 
 
-def _observe_each(live: LiveModel, state_dict_info: Mapping[str, TensorInfo]) -> _Probes:
-    results = {n: _observe_one(live, n, info) for n, info in state_dict_info.items()}
+def _observe_each(
+    live: LiveModel, state_dict_info: Mapping[str, TensorInfo], used: Collection[str]
+) -> _Probes:
+    """Probe tensor by tensor; ``used`` are the names that the loader read among others."""
+    results = {n: _observe_one(live, n, i, n in used) for n, i in state_dict_info.items()}
     return _Probes(results, streaming=False)
 
 
-def _observe_one(live: LiveModel, name: str, info: TensorInfo) -> _Probe:
+def _observe_one(live: LiveModel, name: str, info: TensorInfo, used: bool = False) -> _Probe:
     recorder, changed = _Recorder(), list[str]()
+    weight = LoaderWeight(name, stand_in(*info))
+    recorder.announce(weight)
     loaded: set[str] | None = None
     error = ""
     try:
         with live.guarded(changed):
-            loaded = live.load([LoaderWeight(name, stand_in(*info))], recorder)
+            loaded = live.load([weight], recorder, recorder.used)
     except RefitError as refused:
         error = str(refused)
     except Exception as raised:  # the loader's own
         error = f"the model's loader raised {type(raised).__name__}: {raised}"
     if changed and not error:
         error = f"the model's loader replaces {', '.join(changed[:3])} instead of copying into it"
-    return _Probe(tuple(recorder.copies.get(name, ())), bool(loaded), error)
+    copies = tuple(recorder.copies.get(name, ()))
+    if not copies and not error:
+        error = _why_no_skip(bool(loaded), used or name in recorder.used_names())
+    return _Probe(copies, error)
+
+
+def _why_no_skip(claimed: bool, used: bool) -> str:
+    """Why a tensor of which nothing is copied cannot count as skipped; empty when it can."""
+    if claimed:
+        return "the model's loader reports it as loaded but copies nothing of it into a parameter"
+    if used:
+        return (
+            "the model's loader reads it but, given it alone, copies nothing of it into a "
+            "parameter; it may combine it with other tensors"
+        )
+    return ""
 
 
 # --- classifying ----------------------------------------------------------------------------------
@@ -197,21 +223,25 @@ def _classify(live: LiveModel, name: str, info: TensorInfo, probe: _Probe) -> Di
 
 
 def _kind(live: LiveModel, name: str, info: TensorInfo, probe: _Probe) -> tuple[LoadKind, str]:
-    if probe.error:
-        return LoadKind.UNSUPPORTED, probe.error
-    if not probe.copies:
-        if probe.claimed:
-            return LoadKind.UNSUPPORTED, (
-                "the model's loader reports it as loaded but copies nothing of it into a parameter"
-            )
-        return LoadKind.SKIP, ""
-    if _overlapping(probe.copies):
-        return LoadKind.DENSE, ""
-    if all(copy.boxes is not None and copy.boxes.source.is_injective for copy in probe.copies):
+    if probe.error or not probe.copies:
+        return LoadKind.UNSUPPORTED if probe.error else LoadKind.SKIP, probe.error
+    overlapping = _overlapping(probe.copies)
+    plain = all(c.boxes is not None and c.boxes.source.is_injective for c in probe.copies)
+    if plain and not overlapping:
         return LoadKind.VIEW, ""
-    if is_elementwise(live, name, *info):
-        return LoadKind.TRANSFORM, ""
-    return LoadKind.DENSE, ""
+    alone = _observe_one(live, name, info)
+    if alone.error or _targets(alone.copies) != _targets(probe.copies):
+        reason = "given it alone, the model's loader does not write what it writes among others"
+        return LoadKind.UNSUPPORTED, alone.error or reason
+    try:
+        elementwise = not overlapping and is_elementwise(live, name, *info)
+    except Exception as raised:  # the loader's own, for values other than zeros
+        return LoadKind.UNSUPPORTED, f"the model's loader raised {type(raised).__name__}: {raised}"
+    return LoadKind.TRANSFORM if elementwise else LoadKind.DENSE, ""
+
+
+def _targets(copies: Iterable[LoaderCopy]) -> list[tuple[int, Box]]:
+    return [(storage_key(copy.target), copy.target_box) for copy in copies]
 
 
 def _overlapping(copies: Iterable[LoaderCopy]) -> bool:
@@ -227,8 +257,7 @@ def _overlapping(copies: Iterable[LoaderCopy]) -> bool:
 
 
 def _mark_shared_targets(weights: dict[str, DiscoveredWeight]) -> tuple[tuple[str, ...], ...]:
-    """Group names with identical targets; names that share only some elements become
-    unsupported."""
+    """Group names with identical targets; those that share only some elements are unsupported."""
     groups: dict[tuple[object, ...], list[str]] = {}
     for name, weight in weights.items():
         if weight.copies and weight.kind is not LoadKind.UNSUPPORTED:
@@ -243,9 +272,29 @@ def _mark_shared_targets(weights: dict[str, DiscoveredWeight]) -> tuple[tuple[st
     return tuple(tuple(names) for names in groups.values() if len(names) > 1)
 
 
+def _refuse_unlike_aliases(
+    live: LiveModel, weights: dict[str, DiscoveredWeight], aliases: Iterable[tuple[str, ...]]
+) -> None:
+    """Refuse names that share all their targets if the loader transforms them differently."""
+    for group in aliases:
+        first = weights[group[0]]
+        if first.kind not in (LoadKind.TRANSFORM, LoadKind.DENSE):
+            continue
+        expected = load_test_values(live, first.name, first.shape, first.dtype)
+        for name in group[1:]:
+            found = load_test_values(live, name, first.shape, first.dtype)
+            if all(map(torch.equal, map(bits_view, found), map(bits_view, expected))):
+                continue
+            for one, other in ((name, first.name), (first.name, name)):
+                weights[one] = replace(
+                    weights[one],
+                    kind=LoadKind.UNSUPPORTED,
+                    reason=f"it shares its elements with {other} but is transformed differently",
+                )
+
+
 def _target_identity(weight: DiscoveredWeight) -> tuple[object, ...]:
-    """Equal for two names exactly when the same source elements land on the same target
-    elements."""
+    """Equal for two names when the same source elements land on the same target elements."""
     return (
         weight.shape,
         weight.dtype,
@@ -265,7 +314,8 @@ def _partial_overlaps(
     for boxes in by_storage.values():
         boxes.sort(key=lambda entry: entry[0].offset)
         for i, (box, name) in enumerate(boxes):
-            nearby = itertools.takewhile(lambda entry: entry[0].offset < box.end, boxes[i + 1 :])
+            stop = bisect.bisect_left(boxes, box.end, key=lambda entry: entry[0].offset)
+            nearby = boxes[i + 1 : stop]
             found += [(name, o) for other, o in nearby if o != name and boxes_overlap(box, other)]
     return found
 

@@ -6,6 +6,8 @@ depends on one source element. A loader that normalizes, sums or rotates would s
 and nothing, or too much, would be written without any error.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from vllm_sparse_refit.apply.live_model import LiveModel
@@ -42,8 +44,8 @@ def sentinel_bits(dtype: torch.dtype, values: torch.Tensor) -> int | None:
     """
     if is_nan_marked(dtype):
         return int(bits_view(torch.full((), float("nan"), dtype=dtype)))
-    taken = set(values.unique().tolist()) if values.dtype == torch.uint8 else None
-    if taken is not None:
+    if values.dtype == torch.uint8:
+        taken = set(torch.bincount(values.flatten(), minlength=256).nonzero().flatten().tolist())
         return next((code for code in range(255, -1, -1) if code not in taken), None)
     info = torch.iinfo(values.dtype)
     return next(c for c in range(info.min, info.max) if not bool((values == c).any()))
@@ -74,16 +76,45 @@ def is_elementwise(live: LiveModel, name: str, shape: tuple[int, ...], dtype: to
     sentinel = sentinel_bits(dtype, bits_view(whole))
     if sentinel is None or whole.numel() < 2:
         return False
-    expected = _load(live, name, whole)
+    expected = _load(live, name, whole.clone())
+    if is_nan_marked(dtype) and _makes_nan(live, name, shape, dtype):
+        return False
     if not is_nan_marked(dtype) and any(value.dtype != dtype for value in expected):
         return False
     if is_nan_marked(dtype) and any(not value.dtype.is_floating_point for value in expected):
         return False
     for _ in range(_ROUNDS):
         half = torch.rand(shape, generator=generator) < 0.5
-        if not _halves_agree(live, name, whole, half, sentinel, expected):
+        first, second = (
+            _load(live, name, _marked(whole, mask, sentinel)) for mask in (half, ~half)
+        )
+        if not _halves_agree(first, second, expected, lambda v: unchanged_mask(v, dtype, sentinel)):
             return False
     return True
+
+
+def load_test_values(
+    live: LiveModel, name: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """What the loader makes of values that are equal for equal shapes and dtypes."""
+    return _load(live, name, _test_values(shape, dtype, torch.Generator().manual_seed(0)))
+
+
+def _makes_nan(live: LiveModel, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether some number becomes NaN, as in a logarithm, and so would look unchanged."""
+    info = torch.finfo(dtype)
+    edges = torch.tensor(
+        [-1.0, 0.0, float("inf"), -float("inf"), info.max, info.min, info.tiny], dtype=dtype
+    )
+    count = torch.Size(shape).numel()
+    source = edges.repeat(count // edges.numel() + 1)[:count].reshape(shape)
+    return any(bool(value.isnan().any()) for value in _load(live, name, source))
+
+
+def _marked(whole: torch.Tensor, mask: torch.Tensor, sentinel: int) -> torch.Tensor:
+    source = whole.clone()
+    bits_view(source).masked_fill_(mask, sentinel)
+    return source
 
 
 def _test_values(
@@ -92,11 +123,9 @@ def _test_values(
     # Positive and of the size of weights, so that roots and logarithms work; no integer extremes.
     if dtype.is_floating_point and dtype.itemsize > 1:
         return (torch.rand(shape, generator=generator) + 0.5).to(dtype)
-    return (
-        torch.randint(1, 100, shape, generator=generator).to(torch.uint8).view(dtype)
-        if (dtype.itemsize == 1 and dtype != torch.bool)
-        else torch.randint(0, 2, shape, generator=generator).to(dtype)
-    )
+    if dtype.itemsize == 1 and dtype != torch.bool:
+        return torch.randint(1, 100, shape, generator=generator).to(torch.uint8).view(dtype)
+    return torch.randint(0, 2, shape, generator=generator).to(dtype)
 
 
 def _load(live: LiveModel, name: str, source: torch.Tensor) -> list[torch.Tensor]:
@@ -107,26 +136,19 @@ def _load(live: LiveModel, name: str, source: torch.Tensor) -> list[torch.Tensor
 
 
 def _halves_agree(
-    live: LiveModel,
-    name: str,
-    whole: torch.Tensor,
-    half: torch.Tensor,
-    sentinel: int,
+    first: list[torch.Tensor],
+    second: list[torch.Tensor],
     expected: list[torch.Tensor],
+    unchanged: Callable[[torch.Tensor], torch.Tensor],
 ) -> bool:
-    loaded = []
-    for mask in (half, ~half):
-        source = whole.clone()
-        bits_view(source).masked_fill_(mask, sentinel)
-        loaded.append(_load(live, name, source))
-    if not len(loaded[0]) == len(loaded[1]) == len(expected):
+    """Whether each expected element came out, bit-equal, in exactly one half."""
+    if not len(first) == len(second) == len(expected):
         return False
-    for first, second, value in zip(*loaded, expected, strict=True):
-        kept_first = ~unchanged_mask(first, whole.dtype, sentinel)
-        kept_second = ~unchanged_mask(second, whole.dtype, sentinel)
-        if not bool((kept_first ^ kept_second).all()):
+    for one, other, value in zip(first, second, expected, strict=True):
+        kept_one, kept_other = ~unchanged(one), ~unchanged(other)
+        if not bool((kept_one ^ kept_other).all()):
             return False
-        merged = torch.where(kept_first, bits_view(first), bits_view(second))
+        merged = torch.where(kept_one, bits_view(one), bits_view(other))
         if not torch.equal(merged, bits_view(value)):
             return False
     return True

@@ -57,8 +57,13 @@ class LiveModel:
                 storages.setdefault(key, []).append(owned)
         return storages
 
-    def load(self, weights: Iterable[LoaderWeight], sink: CopySink) -> set[str] | None:
+    def load(
+        self, weights: Iterable[LoaderWeight], sink: CopySink, used: set[int] | None = None
+    ) -> set[str] | None:
         """Run the native loader over ``weights`` in one call; every copy goes to ``sink``.
+
+        Args:
+            used: collects the keys of the storages that the loader reads.
 
         Returns:
             The parameter names that the loader reports as loaded, or None when it reports nothing.
@@ -67,23 +72,22 @@ class LiveModel:
             RefitError: the loader writes in a way that cannot be made sparse.
             Exception: whatever else the loader raises.
         """
-        mode = _SparseWeightLoadMode(self.watched_storages(), sink)
+        mode = _SparseWeightLoadMode(self.watched_storages(), sink, set() if used is None else used)
 
         def stream() -> Iterator[tuple[str, torch.Tensor]]:
             for weight in weights:
                 mode.start(weight)
                 yield weight.name, weight.source
-            mode.finish()
 
         load_weights: Any = self.model.load_weights
         with self._load_context(), torch.no_grad(), mode:
             loaded = load_weights(stream())
+        mode.finish()
         return None if loaded is None else set(loaded)
 
     @contextmanager
     def guarded(self, changed: list[str]) -> Iterator[None]:
-        """Put back every registered tensor that was replaced or moved meanwhile; name it in
-        ``changed``.
+        """Put back and name in ``changed`` every registered tensor replaced or moved meanwhile.
 
         The load mode blocks writes; this catches what is no operator: assigning ``.data`` or an
         attribute, registering or deleting a parameter.
@@ -97,8 +101,7 @@ class LiveModel:
 
 @dataclass(frozen=True, eq=False)
 class _Registries:
-    """Every module's tensors as they were: the objects, an alias of their data, and the view they
-    are."""
+    """Every module's tensors as they were: objects, aliases of their data, and their views."""
 
     entries: dict[tuple[str, str], dict[str, tuple[torch.Tensor, torch.Tensor, ViewKey]]]
 

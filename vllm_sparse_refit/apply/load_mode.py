@@ -1,7 +1,7 @@
 """The dispatch mode under which a native loader's copies are observed or made sparse."""
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -77,7 +77,7 @@ class CopySink(Protocol):
     def copy(self, weight: LoaderWeight, copy: LoaderCopy) -> None: ...
 
 
-class _SparseWeightLoadMode(TorchDispatchMode):
+class _SparseWeightLoadMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     """Turn native loader copies into sparse XOR or overwrite.
 
     While active, no operator writes to a watched storage. ``copy_`` is handed to the sink with the
@@ -89,20 +89,24 @@ class _SparseWeightLoadMode(TorchDispatchMode):
     Args:
         targets: the watched storages by :func:`storage_key`: all that belongs to the live model.
         sink: see :class:`CopySink`.
+        used: collects the keys of all storages that operators read, views aside.
     """
 
-    def __init__(self, targets: Mapping[int, object], sink: CopySink) -> None:
-        super().__init__()
+    def __init__(self, targets: Mapping[int, object], sink: CopySink, used: set[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self._targets = targets
         self._sink = sink
+        self._used = used
         self._weight: LoaderWeight | None = None
+        self._source_modified = False
 
     def start(self, weight: LoaderWeight) -> None:
         """Say which canonical tensor the loader is about to get."""
         self._weight = weight
+        self._source_modified = False
 
     def finish(self) -> None:
-        """Say that the loader is done with the current tensor."""
+        """Say that the loader is done."""
         self._weight = None
 
     def __torch_dispatch__(
@@ -113,12 +117,17 @@ class _SparseWeightLoadMode(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if not func.is_view:
+            self._used.update(storage_key(t) for t in _tensors([*args, *kwargs.values()]))
         if func is aten.copy_.default and storage_key(args[0]) in self._targets:
             self._copy(args[0], args[1])
             return args[0]
-        if (written := self._watched_argument(func, args, kwargs)) is not None:
-            self._other_write(func, written, args)
-            return args[0]
+        for written in _written_tensors(func, args, kwargs):
+            if storage_key(written) in self._targets:
+                self._other_write(func, written, args)
+                return args[0]
+            if self._weight is not None and _same_storage(written, self._weight.source):
+                self._source_modified = True
         return func(*args, **kwargs)
 
     def _current(self) -> LoaderWeight:
@@ -130,30 +139,17 @@ class _SparseWeightLoadMode(TorchDispatchMode):
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         weight = self._current()
-        boxes = _plain_boxes(weight.source, target, source)
+        # A source that the loader changed in place no longer holds the canonical bits.
+        plain = not self._source_modified
+        boxes = _plain_boxes(weight.source, target, source) if plain else None
         self._sink.copy(weight, LoaderCopy(target.detach(), boxes, source.detach()))
-
-    def _watched_argument(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> torch.Tensor | None:
-        """The first watched tensor that ``func`` would write to, by its schema."""
-        if not func._schema.is_mutable:
-            return None
-        for index, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            value = args[index] if index < len(args) else kwargs.get(argument.name)
-            for tensor in value if isinstance(value, list | tuple) else [value]:
-                if isinstance(tensor, torch.Tensor) and storage_key(tensor) in self._targets:
-                    return tensor
-        return None
 
     def _other_write(self, func: Any, target: torch.Tensor, args: tuple[Any, ...]) -> None:
         weight = self._current()
         fill = {aten.fill_.Scalar, aten.fill_.Tensor}
         if func in fill and target.numel() == 1 and weight.source.numel() == 1:
             # vLLM's default loader fills one-element parameters instead of copying into them.
-            source = torch.full((), float(args[1]), dtype=target.dtype)
+            source = torch.empty((), dtype=target.dtype).fill_(args[1])
             self._sink.copy(weight, LoaderCopy(target.detach(), None, source))
         elif func is aten.zero_.default or (func in fill and float(args[1]) == 0.0):
             return
@@ -164,13 +160,37 @@ class _SparseWeightLoadMode(TorchDispatchMode):
             )
 
 
+def _tensors(values: Iterable[object]) -> Iterator[torch.Tensor]:
+    """The tensors among arguments of an operator, those in lists included."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _written_tensors(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[torch.Tensor]:
+    """The tensors that ``func`` writes to, by its schema."""
+    if not func._schema.is_mutable:
+        return
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from _tensors([args[index] if index < len(args) else kwargs.get(argument.name)])
+
+
+def _same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return storage_key(one) == storage_key(other)
+
+
 def _plain_boxes(
     canonical: torch.Tensor, target: torch.Tensor, source: torch.Tensor
 ) -> BoxCopy | None:
     """The boxes of a copy that moves bits of the canonical tensor unchanged, else None."""
     same_bits = source.dtype == target.dtype and source.element_size() == canonical.element_size()
     if (
-        storage_key(source) != storage_key(canonical)
+        not _same_storage(source, canonical)
         or not same_bits
         or source.shape != target.shape
         or source.is_neg()

@@ -20,7 +20,7 @@ class Box:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Self:
         """The box that ``tensor`` occupies in its own storage."""
-        return cls(tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
+        return cls(int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
 
     @property
     def numel(self) -> int:
@@ -44,6 +44,8 @@ class Box:
         Sufficient test: with the axes sorted by stride, each stride is larger than everything that
         the smaller axes can add up to.
         """
+        if self.numel == 0:
+            return True
         reach = 0
         for size, stride in sorted(_axes(self), key=lambda axis: axis[1]):
             if stride <= reach:
@@ -58,8 +60,7 @@ def _axes(box: Box) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class BoxCopy:
-    """One plain copy seen in a native loader: ``source`` in the canonical tensor, ``target`` in a
-    storage.
+    """One plain copy of a native loader: from the canonical tensor into a storage.
 
     Both boxes have the same shape, axis by axis.
     """

@@ -33,7 +33,7 @@ def view_key(tensor: torch.Tensor) -> ViewKey:
     """Identifies exactly the elements that ``tensor`` views, as long as its storage lives."""
     return (
         storage_key(tensor),
-        tensor.storage_offset(),
+        int(tensor.storage_offset()),
         tuple(tensor.shape),
         tuple(tensor.stride()),
         tensor.dtype,
@@ -55,12 +55,20 @@ class _TensorState:
     digest: bytes
 
 
+@dataclass(frozen=True, eq=False)
+class _Attribute:
+    """A plain attribute: the value, the digest of a tensor, the contents of a container."""
+
+    value: object
+    digest: bytes | None
+    contents: tuple[object, ...]
+
+
 @dataclass(frozen=True)
 class _ModuleState:
     parameters: Mapping[str, _TensorState]
     buffers: Mapping[str, _TensorState]
-    attributes: Mapping[str, object]
-    method_attributes: Mapping[str, object]
+    attributes: Mapping[str, _Attribute]
 
 
 class PostLoadObserver:
@@ -96,12 +104,18 @@ class PostLoadObserver:
         process = base_loader.process_weights_after_loading
 
         def observed(model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-            before = _snapshot(model)
-            process(model, *args, **kwargs)
-            self._reports.append((model, tuple(_packed_layers(model, before))))
+            packed = packed_layers(model, lambda: process(model, *args, **kwargs))
+            self._reports.append((model, packed))
 
         with mock.patch.object(base_loader, "process_weights_after_loading", observed):
             yield
+
+
+def packed_layers(model: torch.nn.Module, process: Callable[[], object]) -> tuple[PackedLayer, ...]:
+    """Run ``process`` and return the layers of ``model`` that it packed."""
+    before = _snapshot(model)
+    process()
+    return tuple(_packed_layers(model, before))
 
 
 def _snapshot(model: torch.nn.Module) -> dict[str, _ModuleState]:
@@ -109,12 +123,17 @@ def _snapshot(model: torch.nn.Module) -> dict[str, _ModuleState]:
 
 
 def _module_state(module: torch.nn.Module) -> _ModuleState:
-    method = getattr(module, "quant_method", None)
     return _ModuleState(
         parameters=_tensor_states(module._parameters),
         buffers=_tensor_states(module._buffers),
-        attributes=_attributes(module),
-        method_attributes=_attributes(method) if method is not None else {},
+        attributes={
+            name: _Attribute(
+                value,
+                tensor_digest(value) if isinstance(value, torch.Tensor) else None,
+                tuple(_parts(value)) if isinstance(value, _CONTAINERS) else (),
+            )
+            for name, value in _attributes(module)
+        },
     )
 
 
@@ -129,18 +148,29 @@ def _tensor_states(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, _Ten
 _MODULE_INTERNALS = frozenset(torch.nn.Module().__dict__)
 
 
-def _attributes(owner: object) -> dict[str, object]:
-    """The instance attributes of ``owner`` that could hold weight data, the nn.Module registries
-    aside.
+_CONTAINERS = (Mapping, list, tuple, set, frozenset)
 
-    A tensor is remembered with its digest, so that a write into it shows.
+
+def _attributes(module: torch.nn.Module) -> Iterator[tuple[str, object]]:
+    """The attributes of ``module``, and of its helper objects, that could hold weight data.
+
+    A helper object is any plain object that the module has: a quant method, a scheme, an attention
+    backend. Its attributes are named ``helper.attribute``.
     """
-    found: dict[str, object] = {}
-    for name, value in getattr(owner, "__dict__", {}).items():
+    for name, value in vars(module).items():
         if name in _MODULE_INTERNALS or isinstance(value, torch.nn.Module):
             continue
-        found[name] = (value, tensor_digest(value)) if isinstance(value, torch.Tensor) else value
-    return found
+        yield name, value
+        if _is_helper(value):
+            for inner, held in vars(value).items():
+                if not isinstance(held, torch.nn.Module):
+                    yield f"{name}.{inner}", held
+
+
+def _is_helper(value: object) -> bool:
+    return hasattr(value, "__dict__") and not isinstance(
+        value, _PLAIN | torch.Tensor | types.FunctionType | functools.partial
+    )
 
 
 def tensor_digest(tensor: torch.Tensor) -> bytes:
@@ -150,7 +180,8 @@ def tensor_digest(tensor: torch.Tensor) -> bytes:
         return digest.digest()
     flat = bits_view(tensor.detach()).reshape(-1)
     for start in range(0, flat.numel(), _CHUNK):
-        digest.update(flat[start : start + _CHUNK].cpu().numpy())
+        chunk: Any = flat[start : start + _CHUNK].cpu().numpy()
+        digest.update(chunk)
     return digest.digest()
 
 
@@ -183,16 +214,9 @@ def _first_change(
         for name in sorted(old.keys() | new.keys()):
             if change := _tensor_change(old.get(name), new.get(name), kept):
                 return f"{kind} {name!r} was {change} by post-load processing"
-    quant_method = getattr(module, "quant_method", None)
-    for label, old_attributes, owner in (
-        ("attribute", before.attributes, module),
-        ("quant method attribute", before.method_attributes, quant_method),
-    ):
-        for name, value in getattr(owner, "__dict__", {}).items():
-            if name in _MODULE_INTERNALS or isinstance(value, torch.nn.Module):
-                continue
-            if _attribute_holds_copy(old_attributes.get(name, _ABSENT), value, kept):
-                return f"{label} {name!r} may hold a copy of weights made by post-load processing"
+    for name, value in _attributes(module):
+        if _attribute_holds_copy(before.attributes.get(name, _ABSENT), value, kept):
+            return f"attribute {name!r} may hold a copy of weights made by post-load processing"
     return None
 
 
@@ -213,34 +237,49 @@ def _tensor_change(
     return None
 
 
-_ABSENT = object()
+_ABSENT = _Attribute(object(), None, ())
 
 
-def _attribute_holds_copy(old: object, value: object, kept: set[int]) -> bool:
+def _attribute_holds_copy(old: _Attribute, value: object, kept: set[int]) -> bool:
     if isinstance(value, torch.Tensor):
-        if storage_key(value) in kept:
+        if value.numel() == 0 or storage_key(value) in kept:
             return False
-        was = old[1] if isinstance(old, tuple) and len(old) == 2 else None
-        return was != tensor_digest(value)
-    if value is old:
+        return old.digest != tensor_digest(value)
+    if isinstance(value, _CONTAINERS):
+        known = {id(part) for part in old.contents}
+        added = [part for part in _parts(value) if id(part) not in known]
+        return any(_may_hold_tensors(part, kept, depth=3) for part in added)
+    if value is old.value:
         return False
     if isinstance(value, float):
-        return isinstance(old, float) and old != value
+        return isinstance(old.value, float) and old.value != value
     return _may_hold_tensors(value, kept, depth=3)
 
 
-_PLAIN = bool | int | float | complex | str | bytes | torch.dtype | torch.device | torch.Size | type
+_PLAIN = (
+    bool
+    | int
+    | float
+    | complex
+    | str
+    | bytes
+    | type
+    | torch.dtype
+    | torch.device
+    | torch.Size
+    | torch.nn.Module
+    | types.ModuleType
+    | torch._ops.OpOverload
+    | torch._ops.OpOverloadPacket
+)
 
 
 def _may_hold_tensors(value: object, kept: set[int], depth: int) -> bool:
-    """Whether ``value``, new on a module, could hold weight data other than views of live
-    parameters."""
-    if value is None or isinstance(value, _PLAIN | torch.nn.Module | types.ModuleType):
+    """Whether ``value``, new on a module, could hold weights that are no views of parameters."""
+    if value is None or isinstance(value, _PLAIN):
         return False
     if isinstance(value, torch.Tensor):
         return value.numel() > 0 and storage_key(value) not in kept
-    if isinstance(value, types.BuiltinFunctionType):
-        return False
     if depth == 0:
         return True
     return any(_may_hold_tensors(part, kept, depth - 1) for part in _parts(value))
@@ -250,24 +289,23 @@ def _parts(value: object) -> list[object]:
     """What a container, a callable or an object refers to; itself when that cannot be seen."""
     if isinstance(value, Mapping):
         return list(value.values())
-    if isinstance(value, list | tuple | set | frozenset):
+    if isinstance(value, _CONTAINERS):
         return list(value)
     if isinstance(value, types.FunctionType):
-        defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        return _closure(value) + defaults
+        return _captured(value)
     if isinstance(value, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, types.MethodType):
-        return [] if isinstance(value.__self__, torch.nn.Module) else [value.__self__]
-    if hasattr(value, "__dict__"):
-        return list(vars(value).values())
-    # An object of an extension type: nothing shows what it holds.
-    return [value]
+    if isinstance(value, types.MethodType | types.BuiltinFunctionType):
+        # A function of an extension module has that module, or nothing, for its ``__self__``.
+        return [value.__self__]
+    # Nothing shows what an object of an extension type holds.
+    return list(vars(value).values()) if hasattr(value, "__dict__") else [value]
 
 
-def _closure(function: Callable[..., Any]) -> list[object]:
-    contents: list[object] = []
-    for cell in getattr(function, "__closure__", None) or ():
+def _captured(function: types.FunctionType) -> list[object]:
+    """What a function has by closure or as a default."""
+    contents = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    for cell in function.__closure__ or ():
         try:
             contents.append(cell.cell_contents)
         except ValueError:  # a cell that was never filled

@@ -55,6 +55,14 @@ class WeightWriter:
         old = storage.index_select(0, positions)
         self._write(storage, positions, old, bits)
 
+    def supersede(self, target: torch.Tensor, positions: torch.Tensor) -> None:
+        """Say that ``positions`` are about to be written again on purpose: forget their samples."""
+        storage, positions = storage_bits(target), positions.to(target.device)
+        for i, sample in enumerate(self._samples):
+            if sample.storage.data_ptr() == storage.data_ptr():
+                kept = ~torch.isin(sample.positions, positions)
+                self._samples[i] = _Write(sample.storage, sample.positions[kept], sample.bits[kept])
+
     def _write(
         self, storage: torch.Tensor, positions: torch.Tensor, old: torch.Tensor, new: torch.Tensor
     ) -> None:

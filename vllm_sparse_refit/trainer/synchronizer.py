@@ -9,8 +9,8 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
-from vllm_sparse_refit.codec.dtypes import dtype_name
-from vllm_sparse_refit.config import SyncConfig
+from vllm_sparse_refit.codec.dtypes import dtype_from_name, dtype_name
+from vllm_sparse_refit.config import SyncConfig, read_api_key
 from vllm_sparse_refit.errors import (
     BaselineError,
     ConfigError,
@@ -48,8 +48,10 @@ class WeightSynchronizer:
     """
 
     def __init__(self, engines: Sequence[LocalEngine], config: SyncConfig) -> None:
+        read_api_key(config.api_key_env_var)  # a key that is missing should not wait for the first sync
         self._engines = list(engines)
         self._config = config
+        self._dtype = None if config.dtype is None else dtype_from_name(config.dtype)
         self._tracker = DeltaCompressionTracker(config=config)
         self._version: WeightVersion | None = None
         self._workers = [worker for engine in self._engines for worker in engine.workers()]
@@ -137,8 +139,11 @@ class WeightSynchronizer:
 
     def _weights(self, model: Any) -> Iterator[NamedTensor]:
         for name, tensor in named_weights(model):
-            if not any(fnmatch.fnmatchcase(name, pattern) for pattern in self._config.ignore):
-                yield name, tensor
+            if any(fnmatch.fnmatchcase(name, pattern) for pattern in self._config.ignore):
+                continue
+            if self._dtype is not None and tensor.is_floating_point():
+                tensor = tensor.to(self._dtype)
+            yield name, tensor
 
     # --- sync ----------------------------------------------------------------------------------------
 

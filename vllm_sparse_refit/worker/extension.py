@@ -28,19 +28,18 @@ def _receiver(worker: Any) -> Receiver:
     if receiver is None:
         raise PluginNotEnabledError(
             "sparse_refit is installed but not enabled in this engine: name it in VLLM_PLUGINS "
-            '(VLLM_PLUGINS=sparse_refit) or set additional_config={"sparse_refit": {}}, and start
-            the ' "engine again"
+            '(VLLM_PLUGINS=sparse_refit) or set additional_config={"sparse_refit": {}}, and start '
+            "the engine again"
         )
     assert isinstance(receiver, Receiver)
     return receiver
 
 
 def _rpc(method: Callable[..., Reply]) -> Callable[..., Reply]:
-    """Make an RPC method out of one that may raise: any error, a wrong argument too, becomes a
-    reply."""
+    """Make an RPC method out of one that may raise: every error becomes a reply."""
 
     @functools.wraps(method)
-    def call(worker: Any, *args: Any, nonce: str | None = None, **kwargs: Any) -> Reply:
+    def call(worker: Any, /, *args: Any, nonce: str | None = None, **kwargs: Any) -> Reply:
         reply: Reply = {"ok": True, "error": None, "error_type": None}
         try:
             reply |= method(worker, *args, **kwargs)
@@ -86,8 +85,7 @@ class SparseRefitWorkerExtension:
 
     @_rpc
     def update_weights_from_decoded_sparse_payload(self, *payloads: bytes | str) -> Reply:
-        """Apply payloads given as bytes or as paths of files this worker can read, all or
-        nothing."""
+        """Apply payloads, bytes or paths of files this worker can read, all or nothing."""
         return _receiver(self).update_directly(*payloads)
 
     @_rpc

@@ -1,5 +1,4 @@
-"""A worker's side of a transfer: payloads are staged by the server's threads, weights written on
-commit."""
+"""A worker's side of a transfer: server threads stage payloads, a commit writes the weights."""
 
 import enum
 import logging
@@ -32,12 +31,11 @@ logger = logging.getLogger("vllm.sparse_refit")
 class State(enum.StrEnum):
     """Where a worker is in a transfer.
 
-                    begin          prepare            commit             release
-        IDLE ------------> OPEN -----------> PREPARED ---------> COMMITTED --------> IDLE (new
-        version)
-          ^                  |                   |                   |
-          +------ abort -----+------ abort ------+----- rollback ----+        (old version, same
-          bits)
+                   begin          prepare            commit             release
+        IDLE ------------> OPEN -----------> PREPARED ---------> COMMITTED --------> IDLE
+          ^                  |                   |                   |           (new version)
+          +------ abort -----+------ abort ------+----- rollback ----+
+        (old version, same bits)
 
     Payloads handed over by an RPC instead of the server make it UPDATING until they are finished.
 
@@ -176,6 +174,16 @@ class Receiver:
         self, transfer_id: str, base_digest: str, target_label: str, verification_samples: int
     ) -> dict[str, Any]:
         """Open a transfer that starts from the version this worker holds."""
+        texts = (transfer_id, base_digest, target_label)
+        if not all(isinstance(text, str) for text in texts):
+            raise TransactionError(
+                f"transfer_id, base_digest and target_label must be strings, not {texts!r}"
+            )
+        if type(verification_samples) is not int or verification_samples < 0:
+            raise TransactionError(
+                f"verification_samples must be a whole number of 0 or more, not "
+                f"{verification_samples!r}"
+            )
         found = self._applier.discovery
         if found.packed:
             raise UnsupportedModelError(
@@ -195,8 +203,7 @@ class Receiver:
         return {}
 
     def prepare(self, transfer_id: str, expected_payloads: Mapping[str, int]) -> dict[str, Any]:
-        """Wait for all payloads, then check the whole transfer. Afterwards only the commit is
-        missing."""
+        """Wait for all payloads, then check the whole transfer; then only the commit is missing."""
         transfer = self._current(transfer_id, State.OPEN)
         expected = {int(producer): int(count) for producer, count in expected_payloads.items()}
         self._server.flush(transfer_id, sum(expected.values()))
@@ -222,7 +229,11 @@ class Receiver:
         """Write the prepared transfer into the model. If it raises, every bit is as it was."""
         transfer = self._current(transfer_id, State.PREPARED)
         self._applier.apply(transfer.deltas)
-        self._applier.reset_adapters()
+        try:
+            self._applier.reset_adapters()
+        except Exception:
+            self._roll_back()
+            raise
         # The decoded payloads are done with; the undo log takes their place until release.
         transfer.deltas.clear()
         with self._lock:
@@ -274,6 +285,8 @@ class Receiver:
             transfer, state = self._transfer, self._state
         if transfer is None or transfer.transfer_id != transfer_id:
             return {"aborted": False}
+        if state is State.BROKEN:
+            raise TransactionError(self._busy())
         if state in (State.COMMITTED, State.UPDATING):
             self._roll_back()
         self._end(transfer, transfer.base)
@@ -282,8 +295,7 @@ class Receiver:
         return {"aborted": True}
 
     def update_directly(self, *payloads: bytes | str) -> dict[str, Any]:
-        """Apply payloads given as bytes or file paths, without a transfer; :meth:`finish` ends the
-        update.
+        """Apply payloads, bytes or file paths, without a transfer; :meth:`finish` ends the update.
 
         Each call is all or nothing. Several may follow each other, for different elements.
         """
@@ -313,8 +325,8 @@ class Receiver:
             with self._lock:
                 self._state = State.BROKEN
             raise TransactionError(
-                f"the rollback failed ({type(error).__name__}: {error}); this worker's weights are mixed: "
-                "restart or reload the engine"
+                f"the rollback failed ({type(error).__name__}: {error}); this worker's weights are "
+                "mixed: restart or reload the engine"
             ) from error
 
     def _end(self, transfer: _Transfer, version: WeightVersion) -> None:
