@@ -74,7 +74,9 @@ def _run(before: Path, after: Path, options: argparse.Namespace) -> bool:
 
         transformers_logging.disable_progress_bar()
     shape = shape_for(options.parameters)
-    with _phase(f"train a Llama of {shape.parameters / 1e6:.1f} M parameters, save two checkpoints"):
+    with _phase(
+        f"train a Llama of {shape.parameters / 1e6:.1f} M parameters, save two checkpoints"
+    ):
         train_pair(before, after, shape=shape, lr=options.lr, seed=options.seed)
     generator = torch.Generator().manual_seed(options.seed)
     prompts = [

@@ -120,9 +120,7 @@ def _completion(output: Any) -> Completion:
         for step in [*output.prompt_logprobs[1:], *made.logprobs]
     ]
     own = steps[len(steps) - len(tokens) :]
-    return Completion(
-        tokens, [step[token] for step, token in zip(own, tokens, strict=True)], steps
-    )
+    return Completion(tokens, [step[token] for step, token in zip(own, tokens, strict=True)], steps)
 
 
 Checksums = dict[str, str]

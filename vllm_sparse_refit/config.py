@@ -116,7 +116,7 @@ class SyncConfig:
     timeout_s: float = 60.0
     retries: int = 2
     chunk_elements: int = 8 * MIB
-    payload_bytes: int = 16 * MIB
+    payload_bytes: int = 4 * MIB
     queue_depth: int = 2
     compression_level: int = 1
     verification_samples: int = 64

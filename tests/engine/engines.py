@@ -72,7 +72,12 @@ def generate(llm: Any, tokens: int = 6) -> list[Any]:
     from vllm import SamplingParams
 
     sampling = SamplingParams(
-        temperature=0, max_tokens=tokens, logprobs=5, prompt_logprobs=3, detokenize=False, ignore_eos=True
+        temperature=0,
+        max_tokens=tokens,
+        logprobs=5,
+        prompt_logprobs=3,
+        detokenize=False,
+        ignore_eos=True,
     )
     outputs = llm.generate(PROMPTS, sampling, use_tqdm=False)
     return [

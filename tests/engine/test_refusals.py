@@ -144,9 +144,7 @@ def test_a_snapshot_with_a_tensor_that_no_worker_loads(
     assert told.sync(weights).payloads == 0
 
 
-def test_a_snapshot_of_another_shape(
-    sync: WeightSynchronizer, llm: Any, before: Path
-) -> None:
+def test_a_snapshot_of_another_shape(sync: WeightSynchronizer, llm: Any, before: Path) -> None:
     weights = _weights(before)
     weights[NORM] = torch.zeros(7, dtype=torch.bfloat16)
     with pytest.raises(UnsupportedModelError, match=r"model\.norm\.weight"):

@@ -12,7 +12,6 @@ from tests.checkpoints import build_checkpoint, build_model, perturb_checkpoint
 from tests.engine.engines import PROMPTS, checksums, engine, fresh_state, generate, state, worker
 from vllm_sparse_refit import RefitError, SyncConfig, WeightSynchronizer
 from vllm_sparse_refit.errors import (
-    ConfigError,
     EngineStateError,
     TransactionError,
     VerificationError,
@@ -89,7 +88,7 @@ def test_unfinished_requests_are_refused_without_a_pause(
     sync = _connected(llm, before)
     unchanged = checksums(llm)
     _enqueue(llm)
-    with pytest.raises(EngineStateError, match='pause="keep"'):
+    with pytest.raises(EngineStateError, match="pause=True"):
         sync.sync(after)
     assert checksums(llm) == unchanged
     outputs = llm.wait_for_completion(use_tqdm=False)
@@ -103,20 +102,11 @@ def test_kept_requests_go_on_with_the_new_weights(
 ) -> None:
     sync = _connected(llm, before)
     _enqueue(llm)
-    report = sync.sync(after, pause="keep")
+    report = sync.sync(after, pause=True)
     assert report.pause_s > 0
     outputs = llm.wait_for_completion(use_tqdm=False)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [8] * len(PROMPTS)
     assert not llm.llm_engine.is_sleeping()
-    assert state(llm) == fresh
-
-
-def test_requests_can_be_aborted(llm: Any, before: Path, after: Path, fresh: Any) -> None:
-    sync = _connected(llm, before)
-    _enqueue(llm)
-    sync.sync(after, pause="abort")
-    llm.wait_for_completion(use_tqdm=False)
-    assert not llm.llm_engine.has_unfinished_requests()
     assert state(llm) == fresh
 
 
@@ -131,11 +121,6 @@ def test_an_engine_that_the_user_paused_stays_paused(
     llm.wake_up(tags=["scheduling"])
     llm.wait_for_completion(use_tqdm=False)
     assert state(llm) == fresh
-
-
-def test_an_unknown_pause_mode_is_refused(llm: Any, before: Path, after: Path) -> None:
-    with pytest.raises(ConfigError, match="sometimes"):
-        _connected(llm, before).sync(after, pause="sometimes")  # type: ignore[arg-type]
 
 
 def test_cached_prefixes_are_dropped(llm: Any, before: Path, after: Path, fresh: Any) -> None:
@@ -169,22 +154,19 @@ def test_bits_that_do_not_stay_written_undo_the_sync(
     sync = _connected(llm, before)
     unchanged = state(llm)
     apply = VllmSparseDeltaApplier.apply
-    norm = worker(llm).model_runner.get_model().get_parameter("model.norm.weight")
 
     def apply_and_tamper(self: Any, deltas: Any) -> None:
         apply(self, deltas)
-        norm.data.view(__import__("torch").int16).bitwise_xor_(1)
+        written = self._writer._samples[0]
+        written.storage[written.positions[0]] ^= 1
 
     with monkeypatch.context() as patch:
         patch.setattr(VllmSparseDeltaApplier, "apply", apply_and_tamper)
         with pytest.raises(VerificationError, match="sampled"):
             sync.sync(after)
-    norm.data.view(__import__("torch").int16).bitwise_xor_(1)
-    # The tampered elements that were written are back at the old bits, so tampering shows once more.
-    for parameter in (norm,):
-        assert parameter.isfinite().all()
-    sync = None
-    del unchanged
+    assert state(llm) == unchanged
+    sync.sync(after)
+    assert state(llm) == fresh
 
 
 def test_a_pretrained_model_as_the_source(tmp_path: Path) -> None:
@@ -209,7 +191,7 @@ def test_a_master_model_in_fp32_is_sent_in_the_dtype_of_the_engine(tmp_path: Pat
         sync = WeightSynchronizer.connect(llm, config=SyncConfig(dtype="bfloat16"))
         sync.snapshot(model)
         for parameter in model.parameters():
-            parameter.data.mul_(1.0 + 2**-9)
+            parameter.data.mul_(1.0 + 2**-8)
         report = sync.sync(model)
         synced = state(llm)
     assert report.dense_bytes == 2 * report.total_elements

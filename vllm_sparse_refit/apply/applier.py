@@ -207,19 +207,19 @@ class VllmSparseDeltaApplier:
         redundant = {name for group in self.discovery.aliases for name in group[1:]}
         # In the order of discovery, not of arrival: what was seen then is what the loader does now.
         names = [n for n in self.discovery.weights if n in deltas and n not in redundant]
-        if self._writer is None:
-            self._writer = WeightWriter(self.sample_limit)
-        mark = self._writer.mark()
+        writer = self._writer or WeightWriter(self.sample_limit)
+        mark = writer.mark()
         try:
-            self._load(names, deltas, self._writer)
+            self._load(names, deltas, writer)
         except BaseException as error:
-            self._writer.roll_back(mark)
+            writer.roll_back(mark)
             self.synchronize_device()
             if isinstance(error, RefitError) or not isinstance(error, Exception):
                 raise
             raise TransactionError(
                 f"the model's loader raised {type(error).__name__}: {error}; nothing was changed"
             ) from error
+        self._writer = writer
 
     def _load(self, names: Sequence[str], deltas: DeltasByName, writer: WeightWriter) -> None:
         live, sink = self._live_model(), _SparseWriter(writer)

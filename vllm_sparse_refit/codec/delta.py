@@ -2,7 +2,6 @@
 
 import enum
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,10 +13,9 @@ from vllm_sparse_refit.codec.dtypes import bits_dtype
 from vllm_sparse_refit.errors import TensorMismatchError
 
 # Two blocks of this size and their mask stay in a core's L2 cache.
-_BLOCK_BYTES: Final = 1 << 20
-_WORD_BYTES: Final = 8
-# With more than one changed word in this many, looking at single elements at once is faster.
-_SPARSE_WORDS: Final = 16
+_BLOCK_BYTES: Final = 1 << 18
+# Flags of a mask, one byte each, that are looked at together.
+_FLAGS: Final = 8
 
 _Array = npt.NDArray[Any]
 _INT32_ELEMENTS: Final = 1 << 31
@@ -83,35 +81,29 @@ def compare_bits(
             f"{tuple(old_bits.shape)} {old_bits.dtype} and {tuple(new_bits.shape)} {new_bits.dtype}"
         )
     old, new = old_bits.contiguous().numpy(), new_bits.contiguous().numpy()
-    found = [_compare_block(old[i:j], new[i:j], i) for i, j in _blocks(old.size, old.itemsize)]
-    positions = [block[0] for block in found] or [np.empty(0, np.int64)]
-    changed = [block[1] for block in found] or [np.empty(0, old.dtype)]
+    positions, changed = [np.empty(0, np.int64)], [np.empty(0, old.dtype)]
+    step = _BLOCK_BYTES // old.itemsize
+    for begin in range(0, old.size, step):
+        block = slice(begin, begin + step)
+        found = _changed_positions(old[block], new[block])
+        changed.append(old[block].take(found) ^ new[block].take(found))
+        found += begin
+        positions.append(found)
     return torch.from_numpy(np.concatenate(positions)), torch.from_numpy(np.concatenate(changed))
 
 
-def _blocks(size: int, itemsize: int) -> Iterator[tuple[int, int]]:
-    step = _BLOCK_BYTES // itemsize
-    for begin in range(0, size, step):
-        yield begin, min(begin + step, size)
-
-
-def _compare_block(old: _Array, new: _Array, offset: int) -> tuple[_Array, _Array]:
-    if old.nbytes % _WORD_BYTES == 0 and _aligned(old) and _aligned(new):
-        wide_old, wide_new = old.view(np.int64), new.view(np.int64)
-        words = np.flatnonzero(wide_old != wide_new)
-        if words.size * _SPARSE_WORDS <= wide_old.size:
-            per_word = _WORD_BYTES // old.itemsize
-            xor = (wide_old[words] ^ wide_new[words]).view(old.dtype)
-            inside = np.flatnonzero(xor)
-            # per_word is a power of two; masks are much faster than divisions here.
-            word, rest = inside >> (per_word.bit_length() - 1), inside & (per_word - 1)
-            return words[word] * per_word + rest + offset, xor[inside]
-    positions = np.flatnonzero(old != new)
-    return positions + offset, old[positions] ^ new[positions]
-
-
-def _aligned(array: _Array) -> bool:
-    return int(array.ctypes.data) % _WORD_BYTES == 0
+def _changed_positions(old: _Array, new: _Array) -> _Array:
+    mask = np.zeros(-(-old.size // _FLAGS) * _FLAGS, np.bool_)
+    np.not_equal(old, new, out=mask[: old.size])
+    # Most groups of flags are all clear, and whole groups are much faster to look through.
+    groups = mask.view(np.int64)
+    hits = np.flatnonzero(groups != 0)  # much faster on booleans than on integers
+    flags = np.flatnonzero(groups.take(hits).view(np.bool_))
+    # Shifts and masks, since divisions are slow; _FLAGS is a power of two.
+    positions = hits.take(flags >> (_FLAGS.bit_length() - 1))
+    positions *= _FLAGS
+    positions += flags & (_FLAGS - 1)
+    return positions
 
 
 def make_delta(  # noqa: PLR0917 - what a delta is, in the order of its fields
@@ -183,8 +175,8 @@ def apply_delta(delta: TensorDelta, bits: torch.Tensor) -> None:
     if isinstance(delta.locations, range):
         where = slice(delta.locations.start, delta.locations.stop)
     else:
-        where = delta.locations.numpy()
-    if delta.operation is SparseOperation.XOR:
-        target[where] ^= values
-    else:
-        target[where] = values
+        # Converted once, where each use of other integers as indices would convert them again.
+        where = delta.locations.numpy().astype(np.intp, copy=False)
+    target[where] = (
+        values if delta.operation is SparseOperation.OVERWRITE else target[where] ^ values
+    )

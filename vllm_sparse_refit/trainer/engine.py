@@ -5,7 +5,7 @@ import secrets
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from vllm_sparse_refit import errors
 from vllm_sparse_refit.errors import (
@@ -15,8 +15,6 @@ from vllm_sparse_refit.errors import (
     RefitError,
     TransactionError,
 )
-
-PauseMode = Literal["keep", "abort"]
 
 Reply = dict[str, Any]
 
@@ -33,8 +31,8 @@ class WorkerAddress:
 class LocalEngine:
     """An :class:`vllm.LLM` of this process, with its workers in process or in processes of their own.
 
-    Belongs to the thread that made it: vLLM's engine takes control calls from one thread only, and a call from
-    a second one can abort the process. Every method checks that and raises :class:`EngineStateError`.
+    Belongs to the thread that made it: vLLM's engine takes control calls from one thread only, and a
+    call from a second one can abort the process. Every method checks that and raises :class:`EngineStateError`.
 
     After a call that raised, the engine is never called again: with worker processes it could answer with
     replies to earlier calls, or not at all.
@@ -140,7 +138,7 @@ class LocalEngine:
 
     # --- generation ----------------------------------------------------------------------------------
 
-    def check_idle(self, pause: PauseMode | None) -> None:
+    def check_idle(self, pause: bool) -> None:
         """Refuse while requests are unfinished, unless generation is paused or ``pause`` allows to.
 
         Raises:
@@ -148,21 +146,25 @@ class LocalEngine:
         """
         self._check_usable()
         engine = self._llm.llm_engine
-        if pause is None and engine.has_unfinished_requests() and not engine.is_sleeping():
+        if not pause and engine.has_unfinished_requests() and not engine.is_sleeping():
             raise EngineStateError(
-                f"{self.name} has unfinished requests, whose later tokens would come from other weights than "
-                'their earlier ones; finish them, or call sync(..., pause="keep") to let them go on with '
-                'the new weights, or pause="abort" to end them'
+                f"{self.name} has unfinished requests, whose later tokens would come from other "
+                "weights than their earlier ones; finish or abort them first, or call "
+                "sync(..., pause=True) to let them go on with the new weights"
             )
 
     @contextlib.contextmanager
-    def paused(self, mode: PauseMode | None) -> Iterator[None]:
-        """Stop generation while the context is open; an engine that was paused before stays so."""
+    def paused(self, pause: bool) -> Iterator[None]:
+        """Hold generation while the context is open; an engine that was paused before stays so.
+
+        Requests are kept. They are computed again from their tokens afterwards, since the caches that
+        :meth:`reset_caches` drops hold results of the old weights.
+        """
         self._check_usable()
-        if mode is None or self._llm.llm_engine.is_sleeping():
+        if not pause or self._llm.llm_engine.is_sleeping():
             yield
             return
-        self._llm.sleep(level=0, mode=mode)
+        self._llm.sleep(level=0, mode="keep")
         try:
             yield
         finally:
@@ -174,18 +176,24 @@ class LocalEngine:
         LoRA state is reset by the workers themselves when they commit.
 
         Raises:
-            EngineStateError: the prefix cache could not be dropped.
+            EngineStateError: a cache could not be dropped.
         """
         self._check_usable()
-        engine = self._llm.llm_engine
-        # Requests that were kept are computed again from their tokens.
-        if not self._llm.reset_prefix_cache(reset_running_requests=True):
+        try:
+            dropped = self._llm.reset_prefix_cache(
+                reset_running_requests=True, reset_connector=True
+            )
+            self._llm.reset_mm_cache()
+            self._llm.llm_engine.reset_encoder_cache()
+        except Exception as error:
+            raise EngineStateError(
+                f"{self.name} could not drop its caches ({type(error).__name__}: {error})"
+            ) from error
+        if not dropped:
             raise EngineStateError(
                 f"{self.name} could not drop its prefix cache, which holds results of the old weights; "
                 "finish or abort its requests and sync again"
             )
-        self._llm.reset_mm_cache()
-        engine.reset_encoder_cache()
 
     def _check_usable(self) -> None:
         if threading.get_ident() != self._thread:

@@ -46,7 +46,8 @@ class SyncReport:
     def __str__(self) -> str:
         share = self.wire_bytes / self.dense_bytes if self.dense_bytes else 0.0
         return (
-            f"version {self.version}: {self.changed_fraction:.2%} of {self.total_elements:,} elements changed, "
+            f"version {self.version}: "
+            f"{self.changed_fraction:.2%} of {self.total_elements:,} elements changed, "
             f"{_size(self.wire_bytes)} sent to each of {self.workers} workers "
             f"({share:.2%} of {_size(self.dense_bytes)}), {self.sync_s:.2f} s in all, "
             f"generation paused {self.pause_s * 1e3:.0f} ms"

@@ -71,8 +71,8 @@ def _refuse_unclaimed(engine: str, names: set[str]) -> None:
     if names:
         raise UnsupportedModelError(
             f"no worker of {engine} loads {len(names)} of the tensors: "
-            f"{', '.join(sorted(names)[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}; check that this is "
-            "the engine's checkpoint, or name what nobody needs in SyncConfig.ignore"
+            f"{', '.join(sorted(names)[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}; check "
+            "that this is the engine's checkpoint, or name what nobody needs in SyncConfig.ignore"
         )
 
 

@@ -14,12 +14,11 @@ from vllm_sparse_refit.config import SyncConfig, read_api_key
 from vllm_sparse_refit.errors import (
     BaselineError,
     ConfigError,
-    EngineStateError,
     TransactionError,
     VersionMismatchError,
 )
 from vllm_sparse_refit.trainer.baseline import DeltaCompressionTracker, NamedTensor
-from vllm_sparse_refit.trainer.engine import LocalEngine, PauseMode
+from vllm_sparse_refit.trainer.engine import LocalEngine
 from vllm_sparse_refit.trainer.report import SyncReport
 from vllm_sparse_refit.trainer.routing import join_discoveries
 from vllm_sparse_refit.trainer.stream import stream_sparse_delta_payloads_via_zmq
@@ -48,7 +47,9 @@ class WeightSynchronizer:
     """
 
     def __init__(self, engines: Sequence[LocalEngine], config: SyncConfig) -> None:
-        read_api_key(config.api_key_env_var)  # a key that is missing should not wait for the first sync
+        read_api_key(
+            config.api_key_env_var
+        )  # a key that is missing should not wait for the first sync
         self._engines = list(engines)
         self._config = config
         self._dtype = None if config.dtype is None else dtype_from_name(config.dtype)
@@ -141,22 +142,19 @@ class WeightSynchronizer:
         for name, tensor in named_weights(model):
             if any(fnmatch.fnmatchcase(name, pattern) for pattern in self._config.ignore):
                 continue
-            if self._dtype is not None and tensor.is_floating_point():
-                tensor = tensor.to(self._dtype)
-            yield name, tensor
+            cast = self._dtype is not None and tensor.is_floating_point()
+            yield name, tensor.to(self._dtype) if cast else tensor
 
     # --- sync ----------------------------------------------------------------------------------------
 
-    def sync(
-        self, model: Any, *, label: str | None = None, pause: PauseMode | None = None
-    ) -> SyncReport:
+    def sync(self, model: Any, *, label: str | None = None, pause: bool = False) -> SyncReport:
         """Bring every engine to the bits of ``model``, or leave all of them as they are.
 
         Args:
             model: the new weights, with the names, shapes and dtypes of the snapshot.
             label: name of the new version, default ``step-N``; when nothing changed, the version stays.
-            pause: what to do with unfinished requests: None refuses if there are any, ``"keep"`` lets them go
-                on with the new weights, ``"abort"`` ends them.
+            pause: hold unfinished requests during the commit and let them go on with the new weights;
+                without it a sync is refused while there are any.
 
         Raises:
             BaselineError: there was no snapshot.
@@ -207,9 +205,7 @@ class WeightSynchronizer:
         info = self._tracker.state_dict_info.values()
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in info)
 
-    def _checked_base(self, pause: PauseMode | None) -> WeightVersion:
-        if pause not in (None, "keep", "abort"):
-            raise ConfigError(f'pause must be None, "keep" or "abort", not {pause!r}')
+    def _checked_base(self, pause: bool) -> WeightVersion:
         if self._version is None:
             raise BaselineError(
                 "nothing is known about the weights that the engines hold; call snapshot() before sync()"
@@ -257,7 +253,7 @@ class WeightSynchronizer:
             )
         return WeightVersion(label, digests.pop())
 
-    def _commit(self, transfer_id: str, pause: PauseMode | None) -> float:
+    def _commit(self, transfer_id: str, pause: bool) -> float:
         """Write, verify and drop stale caches everywhere, then make it final; returns seconds paused."""
         started = time.perf_counter()
         with contextlib.ExitStack() as stack:
