@@ -53,7 +53,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
-        "--parameters", type=int, default=30_000_000, help="size of the Llama to train"
+        "--parameters", type=int, default=20_000_000, help="size of the Llama to train"
     )
     parser.add_argument("--lr", type=float, default=2e-6, help="learning rate of AdamW")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the data")
@@ -109,16 +109,21 @@ def _run(before: Path, after: Path, options: argparse.Namespace) -> bool:
     print("\nThe sync")
     share = report.wire_bytes / report.dense_bytes
     rows = [
-        ("elements changed", f"{report.changed_elements:,} of {report.total_elements:,}"),
-        ("", f"{report.changed_fraction:.2%}"),
-        ("sent", f"{report.wire_bytes / MIB:.2f} MiB in {report.payloads} payload(s)"),
-        ("checkpoint", f"{report.dense_bytes / MIB:.2f} MiB, so {share:.2%} of it was sent"),
-        ("seconds in all", f"{report.sync_s:.3f}"),
-        ("seconds paused", f"{report.pause_s:.3f}  (generation stops only for this long)"),
-        ("version now", str(report.version)),
+        (
+            "changed",
+            f"{report.changed_elements:,} of {report.total_elements:,} elements, "
+            f"{report.changed_fraction:.2%}",
+        ),
+        (
+            "sent",
+            f"{report.wire_bytes / MIB:.2f} MiB instead of {report.dense_bytes / MIB:.2f} MiB, "
+            f"{share:.2%}",
+        ),
+        ("time", f"{report.sync_s:.3f} s, of which generation was paused {report.pause_s:.3f} s"),
+        ("version", str(report.version)),
     ]
     for name, value in rows:
-        print(f"  {name:<17} {value}")
+        print(f"  {name:<9} {value}")
     _print_tokens(old, synced, fresh)
     return _print_verdict(old, synced, fresh)
 

@@ -6,6 +6,7 @@ Shared by the demo and the benchmark. vLLM is imported only when an engine start
 
 import contextlib
 import gc
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,6 +30,11 @@ _DEFAULTS = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "PYTHONWARNINGS": "ignore",
 }
+
+# vLLM warns about Triton before it has set up its own logging. At the top of the module, since the
+# engine's processes import it too.
+if logging.lastResort is not None:
+    logging.lastResort.setLevel(logging.ERROR)
 
 
 def prepare_environment() -> None:

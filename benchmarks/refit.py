@@ -7,8 +7,9 @@ step. The engine goes forth and back between the two checkpoints. A time counts 
 engine's checksums were found equal to those of an engine that was started from that checkpoint.
 
 Memory is read from the kernel: ``VmRSS`` before, and the high-water mark ``VmHWM``, reset before
-and read after, which unlike sampling cannot miss a peak. What is measured holds private memory
-only, so resident size is what it costs.
+and read after, which unlike sampling cannot miss a peak. The weights of both sides are private
+memory, not mapped files, so resident size is what they cost. The trainer's figure holds the
+baseline, which is as large as the weights.
 """
 
 import argparse
@@ -125,16 +126,23 @@ def _measure_engine(
     sync = WeightSynchronizer.connect(llm)
     worker = _worker_process(sync.status()[0]["address"])
 
-    _say("memory of a snapshot and a first sync")
+    _say("memory of a snapshot and two syncs")
     gc.collect()
-    trainer_peak, worker_peak = _PeakMemory(os.getpid()), _PeakMemory(worker)
+    peaks = _PeakMemory(os.getpid()), _PeakMemory(worker)
     sync.snapshot(weights[0])
     report = sync.sync(weights[1])
-    memory = {"trainer": trainer_peak.extra_bytes(), "worker": worker_peak.extra_bytes()}
+    memory = {"trainer": peaks[0].extra_bytes(), "worker": peaks[1].extra_bytes()}
     pair.check(llm, 1)
+    peaks = _PeakMemory(os.getpid()), _PeakMemory(worker)
+    sync.sync(weights[0])
+    memory |= {
+        "trainer_next_sync": peaks[0].extra_bytes(),
+        "worker_next_sync": peaks[1].extra_bytes(),
+    }
+    pair.check(llm, 0)
 
     _say(f"{runs} syncs from memory")
-    reports = _alternate(llm, pair, runs, lambda side: sync.sync(weights[side]), first=0)
+    reports = _alternate(llm, pair, runs, lambda side: sync.sync(weights[side]))
     _say(f"{runs} syncs from checkpoint folders")
     from_folder = _alternate(llm, pair, runs, lambda side: sync.sync(pair.folders[side]))
     sync.close()
@@ -165,20 +173,16 @@ def _measure_engine(
     }, memory
 
 
-def _alternate(
-    llm: Any, pair: _Pair, runs: int, step: Callable[[int], Any], *, first: int | None = None
-) -> list[Any]:
+def _alternate(llm: Any, pair: _Pair, runs: int, step: Callable[[int], Any]) -> list[Any]:
     """Results of ``step(side)`` for alternating sides, each checked, without the warm-ups.
 
     Args:
         llm: the engine.
         pair: what it must hold after each step.
         runs: results wanted.
-        step: brings the engine to a side.
-        first: side to begin with; by default the one that the engine does not hold.
+        step: brings the engine to a side; begins with the one that the engine does not hold.
     """
-    if first is None:
-        first = int(engines.checksums(llm) == pair.references[0])
+    first = int(engines.checksums(llm) == pair.references[0])
     results = []
     for number in range(WARM_UPS + runs):
         side = (first + number) % 2
@@ -286,8 +290,10 @@ def _table(result: dict[str, Any]) -> str:
             f"({result['sync_to_save_and_reload']:.2f} with writing the folder)",
         ),
         ("weights", f"{dense / MIB:8.1f} MiB"),
-        ("trainer's extra", f"{memory['trainer'] / MIB:8.1f} MiB at its peak, baseline included"),
-        ("worker's extra", f"{memory['worker'] / MIB:8.1f} MiB at its peak"),
+        ("trainer's peak", f"{memory['trainer'] / MIB:8.1f} MiB more in snapshot and first sync"),
+        ("", f"{memory['trainer_next_sync'] / MIB:8.1f} MiB more in the next sync"),
+        ("worker's peak", f"{memory['worker'] / MIB:8.1f} MiB more in snapshot and first sync"),
+        ("", f"{memory['worker_next_sync'] / MIB:8.1f} MiB more in the next sync"),
     ]
     title = f"Medians of {result['runs']} runs (lowest to highest)"
     return "\n".join([title, *(f"  {name:<19} {value}" for name, value in rows)])

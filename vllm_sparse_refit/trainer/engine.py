@@ -32,7 +32,8 @@ class LocalEngine:
     """An :class:`vllm.LLM` of this process, with its workers in process or in processes of their own.
 
     Belongs to the thread that made it: vLLM's engine takes control calls from one thread only, and a
-    call from a second one can abort the process. Every method checks that and raises :class:`EngineStateError`.
+    call from a second one can abort the process. Every method checks that and raises
+    :class:`EngineStateError`.
 
     After a call that raised, the engine is never called again: with worker processes it could answer with
     replies to earlier calls, or not at all.

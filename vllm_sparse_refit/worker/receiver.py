@@ -302,6 +302,8 @@ class Receiver:
         with self._lock:
             if self._state not in (State.IDLE, State.UPDATING):
                 raise TransactionError(self._busy())
+        if not payloads:
+            return {"tensors": 0, "changed_elements": 0}
         bodies = [p if isinstance(p, bytes) else Path(p).read_bytes() for p in payloads]
         result = self._applier.update_weights_from_decoded_sparse_payload(*bodies)
         with self._lock:

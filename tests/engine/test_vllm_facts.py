@@ -1,0 +1,150 @@
+"""What this package relies on in vLLM. A new vLLM that breaks one of these breaks the plugin."""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoints import build_checkpoint, perturb_checkpoint
+from tests.engine.engines import engine, fresh_state, state
+from vllm_sparse_refit.config import SyncConfig
+from vllm_sparse_refit.trainer.baseline import DeltaCompressionTracker
+from vllm_sparse_refit.trainer.weights import named_weights
+from vllm_sparse_refit.worker.extension import RPC_METHODS
+
+pytestmark = pytest.mark.engine
+
+
+def test_workers_are_called_through_their_wrapper() -> None:
+    from vllm.v1.worker import worker_base
+
+    wrapper = worker_base.WorkerWrapperBase
+    # The methods are attached to the wrapper; vLLM's executors look a method up there first, and load
+    # the model through it.
+    assert "load_general_plugins()" in inspect.getsource(wrapper.init_worker)
+    assert "worker_extension_cls" in inspect.getsource(wrapper.init_worker)
+    assert inspect.signature(wrapper.shutdown).parameters.keys() == {"self"}
+    from vllm.v1.executor import multiproc_executor, uniproc_executor
+
+    assert "driver_worker.load_model()" in inspect.getsource(uniproc_executor)
+    assert "self.worker.load_model()" in inspect.getsource(multiproc_executor)
+
+
+def test_no_rpc_method_clashes_with_a_worker() -> None:
+    from vllm.v1.worker.gpu_worker import Worker
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    for name in RPC_METHODS:
+        assert not hasattr(Worker, name)
+        assert not hasattr(WorkerBase, name)
+    # This one the worker has itself, so ours must not be an RPC.
+    assert hasattr(WorkerBase, "synchronize_device")
+
+
+def test_processing_is_called_by_name_in_the_base_loader() -> None:
+    from vllm.model_executor.model_loader import base_loader
+
+    assert callable(base_loader.process_weights_after_loading)
+    source = inspect.getsource(base_loader.BaseModelLoader.load_model)
+    assert "process_weights_after_loading(model, model_config, target_device)" in source
+
+
+def test_cpu_linear_layers_are_packed_by_one_function() -> None:
+    from vllm.model_executor.layers import linear, utils, vocab_parallel_embedding
+
+    signature = inspect.signature(utils.dispatch_cpu_unquantized_gemm)
+    assert list(signature.parameters) == ["layer", "remove_weight"]
+    for user in (linear, vocab_parallel_embedding):
+        # Imported where it is used, so replacing it in its module is enough.
+        assert not hasattr(user, "dispatch_cpu_unquantized_gemm")
+        assert "dispatch_cpu_unquantized_gemm(layer" in inspect.getsource(user)
+
+
+def test_lora_state_can_be_reset() -> None:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    assert callable(GPUModelRunner.reset_lora_state)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("facts")
+    before = build_checkpoint(folder / "before", "qwen2")
+    perturb_checkpoint(before, folder / "after", fraction=0.05, change="values")
+    return before, folder / "after"
+
+
+def test_pausing_is_seen_as_sleeping_and_undone_by_waking(checkpoints: tuple[Path, Path]) -> None:
+    with engine(checkpoints[0]) as llm:
+        assert not llm.llm_engine.is_sleeping()
+        llm.sleep(level=0, mode="keep")
+        assert llm.llm_engine.is_sleeping()
+        llm.wake_up(tags=["scheduling"])
+        assert not llm.llm_engine.is_sleeping()
+        assert llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+
+
+def _ok(replies: list[dict[str, Any]]) -> dict[str, Any]:
+    (reply,) = replies
+    assert reply["ok"], reply
+    return reply
+
+
+@pytest.mark.parametrize("as_files", [False, True], ids=["bytes", "files"])
+def test_payloads_handed_over_by_rpc(
+    as_files: bool, checkpoints: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """The update RPC alone, without a server or a synchronizer, ends at the same bits."""
+    before, after = checkpoints
+    tracker = DeltaCompressionTracker(config=SyncConfig(payload_bytes=8192))
+    tracker.snapshot_baseline(named_weights(before))
+    payloads: list[bytes | str] = [
+        payload.body for payload in tracker.prepare_sparse_delta_payload(named_weights(after))
+    ]
+    assert len(payloads) > 2
+    if as_files:
+        for index, body in enumerate(list(payloads)):
+            path = tmp_path / f"{index}.vsrp"
+            path.write_bytes(body)  # type: ignore[arg-type]
+            payloads[index] = str(path)
+    info = {
+        name: [list(shape), str(dtype).removeprefix("torch.")]
+        for name, (shape, dtype) in tracker.state_dict_info.items()
+    }
+    with engine(before) as llm:
+        assert _ok(llm.collective_rpc("discover_native_skips", args=(info,)))["skips"] == []
+        update = "update_weights_from_decoded_sparse_payload"
+        _ok(llm.collective_rpc(update, args=(payloads[0],)))
+        _ok(llm.collective_rpc(update, args=tuple(payloads[1:])))
+        finished = _ok(llm.collective_rpc("finish_sparse_delta_refit"))
+        assert finished["samples_compared"] > 0
+        assert llm.reset_prefix_cache()
+        updated = state(llm)
+        status = _ok(llm.collective_rpc("sparse_refit_status"))
+        assert status["state"] == "idle"
+        assert status["version"]["digest"] != "0" * 32
+    assert updated == fresh_state(after)
+
+
+def test_a_payload_applied_twice_by_rpc_is_noticed_and_undone(
+    checkpoints: tuple[Path, Path],
+) -> None:
+    before, after = checkpoints
+    tracker = DeltaCompressionTracker()
+    tracker.snapshot_baseline(named_weights(before))
+    (payload,) = tracker.prepare_sparse_delta_payload(named_weights(after))
+    info = {
+        name: [list(shape), str(dtype).removeprefix("torch.")]
+        for name, (shape, dtype) in tracker.state_dict_info.items()
+    }
+    with engine(before) as llm:
+        unchanged = state(llm)
+        _ok(llm.collective_rpc("discover_native_skips", args=(info,)))
+        update = "update_weights_from_decoded_sparse_payload"
+        _ok(llm.collective_rpc(update, args=(payload.body,)))
+        llm.collective_rpc(update, args=(payload.body,))
+        (reply,) = llm.collective_rpc("finish_sparse_delta_refit")
+        assert not reply["ok"]
+        assert reply["error_type"] == "VerificationError"
+        assert state(llm) == unchanged
