@@ -19,11 +19,17 @@ GIB = 1 << 30
 
 
 def _require_positive(owner: object, *names: str) -> None:
-    for name in names:
-        value = getattr(owner, name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    """Check numbers against 0 and against the type that the field is declared with."""
+    for field in dataclasses.fields(owner):  # type: ignore[arg-type]
+        if field.name not in names:
+            continue
+        value: Any = getattr(owner, field.name)
+        accepted: tuple[type, ...] = (int,) if field.type is int else (int, float)
+        number = isinstance(value, accepted) and not isinstance(value, bool)
+        if not number or not value > 0:
+            kind = "whole number" if field.type is int else "number"
             raise ConfigError(
-                f"{type(owner).__name__}.{name} must be a positive number, not {value!r}"
+                f"{type(owner).__name__}.{field.name} must be a positive {kind}, not {value!r}"
             )
 
 

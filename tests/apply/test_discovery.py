@@ -364,11 +364,11 @@ def test_a_skipped_name_whose_parameter_is_shared_is_tied() -> None:
                 model.weight.data.copy_(weight)
 
     model._loader = loader
-    assert discover(LiveModel(model), info, ()).tied == ("rotary",)
-    assert discover(LiveModel(model), info, (), tied_output=True).tied == (
-        "rotary",
-        "lm_head.weight",
-    )
+    found = discover(LiveModel(model), info, ())
+    assert found.tied == {"rotary": "weight"}
+    assert found.aliases == (("weight", "rotary"),)
+    found = discover(LiveModel(model), info, (), tied_output=True)
+    assert found.tied == {"rotary": "weight", "lm_head.weight": ""}
 
 
 def test_a_tensor_that_lands_in_a_packed_layer_is_refused() -> None:

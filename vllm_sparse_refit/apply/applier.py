@@ -152,7 +152,8 @@ class VllmSparseDeltaApplier:
         if weight.kind is LoadKind.UNSUPPORTED:
             raise UnsupportedModelError(f"{delta.name}: {weight.reason}")
         if weight.kind is LoadKind.SKIP:
-            return False
+            # A tied tensor is not written, but must get the values of the one it is tied to.
+            return bool(self.discovery.tied.get(delta.name))
         if weight.kind is not LoadKind.VIEW and delta.operation is SparseOperation.XOR:
             raise UnsupportedModelError(
                 f"{delta.name}: the model's loader transforms it, so xor bits mean nothing here; "

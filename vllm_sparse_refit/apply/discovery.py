@@ -40,9 +40,11 @@ class Discovery:
 
     Attributes:
         weights: by canonical name, in the trainer's order.
-        tied: names that the loader skips because a parameter they share with a claimed name gets
-            that name's values (tied embeddings).
-        aliases: groups of claimed names that land on exactly the same elements.
+        tied: names that the loader skips because they share a parameter with another name whose values
+            it takes (tied embeddings), and that name; empty where the engine has no such parameter at
+            all.
+        aliases: groups of names that are one parameter here, the one that is written first: claimed
+            names that land on exactly the same elements, and names tied to one of them.
         streaming: whether the loader uses each tensor before it asks for the next one, so that many
             can go through one call.
         uncovered: this rank's parameters that no canonical tensor reaches.
@@ -51,7 +53,7 @@ class Discovery:
     """
 
     weights: Mapping[str, DiscoveredWeight]
-    tied: tuple[str, ...]
+    tied: Mapping[str, str]
     aliases: tuple[tuple[str, ...], ...]
     streaming: bool
     uncovered: tuple[str, ...]
@@ -89,10 +91,11 @@ def discover(
     aliases = _mark_shared_targets(weights)
     _refuse_unlike_aliases(live, weights, aliases)
     _mark_packed(live, weights, packed)
+    tied = dict(_tied_names(live, weights, tied_output))
     return Discovery(
         weights=weights,
-        tied=tuple(_tied_names(live, weights, tied_output)),
-        aliases=aliases,
+        tied=tied,
+        aliases=_joined_groups(aliases, tied),
         streaming=probes.streaming,
         uncovered=tuple(_uncovered(live, weights)),
         packed=tuple(packed),
@@ -159,17 +162,32 @@ def _observe(live: LiveModel, state_dict_info: Mapping[str, TensorInfo]) -> _Pro
         recorder.announce(weight)
     try:
         with live.guarded(changed):
-            live.load(weights, recorder, recorder.used)
+            loaded = live.load(weights, recorder, recorder.used)
     except Exception as error:  # a loader may raise anything; the single calls tell for what
         logger.debug("the loader raised during discovery, probing tensor by tensor", exc_info=error)
         return _observe_each(live, state_dict_info, recorder.used_names())
     results = {n: _Probe(tuple(recorder.copies.get(n, ()))) for n in state_dict_info}
     silent = {n: state_dict_info[n] for n, probe in results.items() if not probe.copies}
     used = recorder.used_names()
-    singly = _observe_each(live, silent, used).results
+    # A tensor that is neither read nor claimed is skipped. That is not asked of the loader with the
+    # tensor alone: it may insist on what it skips being given together with what it is tied to.
+    suspicious = bool(used & silent.keys()) or _claims_too_much(live, loaded, results)
+    singly = _observe_each(live, silent, used).results if suspicious else {}
     if changed or not recorder.in_turn or any(probe.copies for probe in singly.values()):
         return _observe_each(live, state_dict_info, used)
     return _Probes({**results, **singly}, streaming=True)
+
+
+def _claims_too_much(
+    live: LiveModel, loaded: set[str] | None, results: Mapping[str, _Probe]
+) -> bool:
+    """Whether the loader reports a parameter as loaded that it copied nothing into."""
+    reached = {storage_key(copy.target) for probe in results.values() for copy in probe.copies}
+    holders = {owned.full_name: owned.tensor for owned in live.tensors()}
+    return any(
+        name not in holders or (holders[name].numel() and storage_key(holders[name]) not in reached)
+        for name in loaded or ()
+    )
 
 
 def _observe_each(
@@ -339,17 +357,35 @@ def _mark_packed(
 
 def _tied_names(
     live: LiveModel, weights: Mapping[str, DiscoveredWeight], tied_output: bool
-) -> Iterable[str]:
-    claimed = {storage_key(copy.target) for weight in weights.values() for copy in weight.copies}
+) -> Iterable[tuple[str, str]]:
+    """Skipped names and the claimed name whose parameter they are."""
     parameters = dict(live.model.named_parameters(remove_duplicate=False))
+    claimed = {
+        (storage_key(copy.target), weight.shape): name
+        for name, weight in weights.items()
+        for copy in weight.copies
+    }
     for name, weight in weights.items():
         if weight.kind is not LoadKind.SKIP:
             continue
         parameter = parameters.get(name)
-        if (parameter is not None and storage_key(parameter) in claimed) or (
-            tied_output and fnmatch.fnmatch(name, "*lm_head.weight")
-        ):
-            yield name
+        key = None if parameter is None else (storage_key(parameter), weight.shape)
+        if key in claimed:
+            yield name, claimed[key]
+        elif tied_output and fnmatch.fnmatch(name, "*lm_head.weight"):
+            yield name, ""
+
+
+def _joined_groups(
+    aliases: Iterable[tuple[str, ...]], tied: Mapping[str, str]
+) -> tuple[tuple[str, ...], ...]:
+    groups = {group[0]: list(group) for group in aliases}
+    first_of = {name: first for first, names in groups.items() for name in names}
+    for name, partner in tied.items():
+        if partner:
+            first = first_of.get(partner, partner)
+            groups.setdefault(first, [first]).append(name)
+    return tuple(tuple(names) for names in groups.values())
 
 
 def _uncovered(live: LiveModel, weights: Mapping[str, DiscoveredWeight]) -> Iterable[str]:

@@ -242,6 +242,15 @@ class DeltaCompressionTracker:
         """
         return sum(entry.bits.numel() for entry in self._usable().values())
 
+    def holds_same_bits(self, name: str, other: str) -> bool:
+        """Whether two tensors of the baseline have equal dtypes and bits.
+
+        Raises:
+            BaselineError: there is no baseline.
+        """
+        one, two = self._usable()[name], self._usable()[other]
+        return one.dtype == two.dtype and torch.equal(one.bits, two.bits)
+
     def set_routing(
         self, *, skip: Collection[str], overwrite: Collection[str], dense: Collection[str]
     ) -> None:

@@ -17,12 +17,15 @@ class Routing:
         skip: no worker of any engine needs them.
         overwrite: some worker's loader transforms them, so they go as new bits.
         dense: of those, the ones that some worker needs whole.
+        tied: names that some engine takes from another tensor, and that tensor. They are sent like it,
+            so that the workers can see that both change alike.
         uncovered: parameters of some worker that no tensor reaches.
     """
 
     skip: frozenset[str]
     overwrite: frozenset[str]
     dense: frozenset[str]
+    tied: tuple[tuple[str, str], ...]
     uncovered: frozenset[str]
 
 
@@ -45,12 +48,20 @@ def join_discoveries(
         _refuse_unclaimed(engine, skipped.difference(*(reply["tied"] for reply in replies)))
         skip &= skipped
     replies = [reply for of_engine in discoveries.values() for reply in of_engine]
+    tied = {pair for reply in replies for pair in reply["tied"].items() if pair[1]}
+    overwrite = _with_tied(set().union(*(reply["overwrite"] for reply in replies)), tied)
+    dense = _with_tied(set().union(*(reply["dense"] for reply in replies)), tied)
     return Routing(
-        frozenset(skip),
-        frozenset().union(*(reply["overwrite"] for reply in replies)),
-        frozenset().union(*(reply["dense"] for reply in replies)),
-        frozenset().union(*(reply["uncovered"] for reply in replies)),
+        skip=frozenset(skip.difference(name for name, _ in tied)),
+        overwrite=overwrite,
+        dense=dense,
+        tied=tuple(sorted(tied)),
+        uncovered=frozenset().union(*(reply["uncovered"] for reply in replies)),
     )
+
+
+def _with_tied(names: set[str], tied: set[tuple[str, str]]) -> frozenset[str]:
+    return frozenset(names | {name for name, partner in tied if partner in names})
 
 
 def _refuse_unsupported(engine: str, replies: Sequence[dict[str, Any]]) -> None:

@@ -15,6 +15,7 @@ from vllm_sparse_refit.errors import (
     BaselineError,
     ConfigError,
     TransactionError,
+    UnsupportedModelError,
     VersionMismatchError,
 )
 from vllm_sparse_refit.trainer.baseline import DeltaCompressionTracker, NamedTensor
@@ -114,6 +115,12 @@ class WeightSynchronizer:
         routing = join_discoveries(
             info, {e.name: e.call("discover_native_skips", info) for e in self._engines}
         )
+        for name, partner in routing.tied:
+            if not self._tracker.holds_same_bits(name, partner):
+                raise UnsupportedModelError(
+                    f"{name} and {partner} are one parameter in an engine, but they differ in the "
+                    "trainer; start the engine from a checkpoint in which they differ"
+                )
         if routing.uncovered:
             logger.warning(
                 "sparse_refit: %d parameters of the engines are in none of the trainer's tensors and will "

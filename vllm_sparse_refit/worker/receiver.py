@@ -161,7 +161,7 @@ class Receiver:
         found = self._applier.discovery
         return {
             "skips": found.names(LoadKind.SKIP),
-            "tied": list(found.tied),
+            "tied": dict(found.tied),
             "overwrite": found.names(LoadKind.TRANSFORM, LoadKind.DENSE),
             "dense": found.names(LoadKind.DENSE),
             "aliases": [list(group) for group in found.aliases],
