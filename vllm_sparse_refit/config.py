@@ -132,7 +132,13 @@ class SyncConfig:
 
     def __post_init__(self) -> None:
         _require_positive(
-            self, "timeout_s", "chunk_elements", "payload_bytes", "queue_depth", "compression_level"
+            self,
+            "timeout_s",
+            "chunk_elements",
+            "compare_threads",
+            "payload_bytes",
+            "queue_depth",
+            "compression_level",
         )
         for name in ("retries", "verification_samples"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 0:

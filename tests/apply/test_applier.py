@@ -1,6 +1,7 @@
 """Updates through toy loaders: bit-equal to a fresh model, undoable, verified, refused by name."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -172,26 +173,28 @@ def test_arrival_order_does_not_matter() -> None:
 
 
 class _Failing:
-    """The fused q/k/v loader, until told to fail after its first tensor."""
+    """The mixed loader, until told to fail after its first tensor.
+
+    By then the plain copies are written, and the first of the transformed tensors.
+    """
 
     def __init__(self) -> None:
         self.fails: Exception | None = None
         self.extra: Callable[[ToyModel], None] | None = None
 
     def __call__(self, model: ToyModel, weights: Weights) -> set[str]:
-        for number, (name, weight) in enumerate(weights):
+        for number, item in enumerate(weights):
             if self.fails is not None and number:
                 raise self.fails
-            start = {"q": 0, "k": 4, "v": 6}[name]
-            model.qkv.data.narrow(0, start, weight.shape[0]).copy_(weight)
+            TOYS["mixed"].loader(model, [item])
             if self.extra is not None:
                 self.extra(model)
-        return {"qkv"}
+        return {"qkv", "first", "second"}
 
 
 def _failing() -> tuple[_Failing, ToyModel, ToyApplier, list[bytes]]:
     loader = _Failing()
-    toy = Toy(TOYS["fused_qkv"].shapes, {"qkv": (8, 6)}, loader, TOYS["fused_qkv"].kinds)
+    toy = replace(TOYS["mixed"], loader=loader)
     old, new = _update(toy, BF16)
     model, applier = _started(toy, BF16, old)
     return loader, model, applier, payloads_of(deltas_between(old, new, applier.discovery, XOR))

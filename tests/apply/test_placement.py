@@ -100,8 +100,10 @@ def test_place_writes_what_torch_copies(
     canonical[index] = index + 100
     target.copy_(source)
     assert torch.equal(found, _storage(target))
-    assert selected.dtype == positions.dtype == torch.int64
-    assert bool((selected[1:] > selected[:-1]).all())
+    assert positions.dtype == torch.int64
+    if isinstance(selected, torch.Tensor):
+        assert selected.dtype == torch.int64
+        assert bool((selected[1:] > selected[:-1]).all())
 
 
 @settings(deadline=None)
@@ -136,10 +138,10 @@ def test_locations_beyond_int32_are_narrowed_by_value() -> None:
     copy = BoxCopy(Box(start, (4,), (1,)), Box(0, (4,), (1,)))
     wide = torch.tensor([5, start - 1, start, start + 3, start + 4], dtype=torch.int64)
     selected, positions = place(copy, wide)
-    assert selected.tolist() == [2, 3]
+    assert wide[selected].tolist() == [start, start + 3]
     assert positions.tolist() == [0, 3]
     narrow = torch.tensor([5, (1 << 31) - 1], dtype=torch.int32)
-    assert place(copy, narrow)[0].numel() == 0
+    assert place(copy, narrow)[1].numel() == 0
     assert place(copy, range(start + 2, start + 9))[1].tolist() == [2, 3]
 
 

@@ -76,6 +76,16 @@ def _fused_qkv(model: ToyModel, weights: Weights) -> set[str]:
     return {"qkv"}
 
 
+def _mixed(model: ToyModel, weights: Weights) -> set[str]:
+    """The fused q/k/v, and two tensors that are transformed."""
+    for name, weight in weights:
+        if name in "qkv":
+            _fused_qkv(model, [(name, weight)])
+        else:
+            getattr(model, name).data.copy_(-torch.exp(weight.float()))
+    return {"qkv", "first", "second"}
+
+
 def _second_shard(model: ToyModel, weights: Weights) -> None:
     for name, weight in weights:
         if name == "embed":  # 10 rows on two ranks of 6, so this one has 4 and two of padding
@@ -174,6 +184,13 @@ def _aliasing(model: ToyModel, weights: Weights) -> None:
 _VIEW, _TRANSFORM, _DENSE, _SKIP = LoadKind.VIEW, LoadKind.TRANSFORM, LoadKind.DENSE, LoadKind.SKIP
 
 TOYS = {
+    "mixed": Toy(
+        {"q": (4, 6), "k": (2, 6), "v": (2, 6), "first": (5,), "second": (5,)},
+        {"qkv": (8, 6), "first": (5,), "second": (5,)},
+        _mixed,
+        {**dict.fromkeys("qkv", _VIEW), "first": _TRANSFORM, "second": _TRANSFORM},
+        dtypes=FLOATS,
+    ),
     "fused_qkv": Toy(
         {"q": (4, 6), "k": (2, 6), "v": (2, 6)},
         {"qkv": (8, 6)},

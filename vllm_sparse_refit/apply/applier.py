@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from vllm_sparse_refit.apply.discovery import Discovery, TensorInfo, discover, stand_in
+from vllm_sparse_refit.apply.discovery import Discovery, TensorInfo, discover
 from vllm_sparse_refit.apply.elementwise import (
     is_nan_marked,
     loaded_value,
@@ -18,7 +18,7 @@ from vllm_sparse_refit.apply.elementwise import (
 from vllm_sparse_refit.apply.live_model import LiveModel
 from vllm_sparse_refit.apply.load_mode import LoaderCopy, LoaderWeight, LoadKind
 from vllm_sparse_refit.apply.placement import place
-from vllm_sparse_refit.apply.processing import PackedLayer
+from vllm_sparse_refit.apply.processing import PackedLayer, storage_key
 from vllm_sparse_refit.apply.writer import WeightWriter
 from vllm_sparse_refit.codec.delta import SparseOperation, TensorDelta
 from vllm_sparse_refit.codec.dtypes import bits_view, dtype_name
@@ -223,7 +223,33 @@ class VllmSparseDeltaApplier:
         self._writer = writer
 
     def _load(self, names: Sequence[str], deltas: DeltasByName, writer: WeightWriter) -> None:
+        """Write plain copies where discovery saw them go, and everything else through the loader."""
         live, sink = self._live_model(), _SparseWriter(writer)
+        self._check_not_moved(live)
+        transformed = []
+        for name in names:
+            weight = self.discovery.weights[name]
+            if weight.kind is not LoadKind.VIEW:
+                transformed.append(name)
+                continue
+            for copy in weight.copies:
+                sink.scatter(copy, deltas[name])
+        if transformed:
+            self._load_natively(live, transformed, deltas, sink)
+
+    def _check_not_moved(self, live: LiveModel) -> None:
+        storages = live.watched_storages()
+        for name, weight in self.discovery.weights.items():
+            targets = [copy.target for copy in weight.copies if copy.target.numel()]
+            if any(storage_key(target) not in storages for target in targets):
+                raise TransactionError(
+                    f"the parameter that {name} goes to has moved since discovery (a reload, or sleep); "
+                    "call snapshot() again with the weights that the engines hold"
+                )
+
+    def _load_natively(
+        self, live: LiveModel, names: Sequence[str], deltas: DeltasByName, sink: "_SparseWriter"
+    ) -> None:
         changed: list[str] = []
         with live.guarded(changed):
             if self.discovery.streaming:
@@ -328,20 +354,10 @@ class _SparseWriter:
         self._writer = writer
         self.copies: dict[str, int] = {}
 
-    def copy(self, weight: LoaderWeight, copy: LoaderCopy) -> None:
-        self.copies[weight.name] = self.copies.get(weight.name, 0) + 1
-        if weight.kind is LoadKind.VIEW:
-            self._scatter(weight, copy)
-        else:
-            self._overwrite_loaded(weight, copy)
-
-    def _scatter(self, weight: LoaderWeight, copy: LoaderCopy) -> None:
-        if copy.boxes is None:
-            raise UnsupportedModelError(
-                f"{weight.name}: the model's loader transforms it now, which it did not do at "
-                "discovery"
-            )
-        for delta in weight.deltas:
+    def scatter(self, copy: LoaderCopy, deltas: Sequence[TensorDelta]) -> None:
+        """Write deltas through a plain copy, at a cost that grows with what they change."""
+        assert copy.boxes is not None
+        for delta in deltas:
             selected, positions = place(copy.boxes, delta.locations)
             bits = delta.values[selected]
             if delta.operation is SparseOperation.XOR:
@@ -349,7 +365,9 @@ class _SparseWriter:
             else:
                 self._writer.overwrite(copy.target, positions, bits)
 
-    def _overwrite_loaded(self, weight: LoaderWeight, copy: LoaderCopy) -> None:
+    def copy(self, weight: LoaderWeight, copy: LoaderCopy) -> None:
+        """Write what the loader made of a source that holds the changed elements."""
+        self.copies[weight.name] = self.copies.get(weight.name, 0) + 1
         value = loaded_value(copy)
         if weight.sentinel is None:
             written = torch.ones(value.shape, dtype=torch.bool)
@@ -366,10 +384,9 @@ class _SparseWriter:
 
 
 def _loader_weight(discovery: Discovery, name: str, parts: Sequence[TensorDelta]) -> LoaderWeight:
+    """A source that holds the changed elements, and the mark of an unchanged one elsewhere."""
     weight = discovery.weights[name]
-    source = stand_in(weight.shape, weight.dtype)
-    if weight.kind is LoadKind.VIEW:
-        return LoaderWeight(name, source, weight.kind, parts[0].operation, tuple(parts))
+    source = torch.empty(weight.shape, dtype=weight.dtype)
     sentinel = None
     bits = bits_view(source).reshape(-1)
     if not _is_complete(parts):
@@ -382,7 +399,7 @@ def _loader_weight(discovery: Discovery, name: str, parts: Sequence[TensorDelta]
         bits.fill_(sentinel)
     for part in parts:
         bits[_index(part.locations)] = part.values
-    return LoaderWeight(name, source, weight.kind, parts[0].operation, tuple(parts), sentinel)
+    return LoaderWeight(name, source, weight.kind, sentinel)
 
 
 def _index(locations: torch.Tensor | range) -> Any:

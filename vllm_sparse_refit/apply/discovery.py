@@ -3,10 +3,11 @@
 import bisect
 import fnmatch
 import logging
+import math
+import mmap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
 from vllm_sparse_refit.apply.elementwise import is_elementwise, load_test_values
@@ -146,12 +147,12 @@ class _Recorder:
 
 
 def stand_in(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A zero tensor that takes no memory until something is written to it (calloc pages)."""
-    element = torch.empty((), dtype=dtype).element_size()
-    count = int(np.prod(shape, dtype=object)) if shape else 1
-    if count == 0:
-        return torch.empty(shape, dtype=dtype)
-    return torch.from_numpy(np.zeros(count * element, np.uint8)).view(dtype).reshape(shape)
+    """A zero tensor that takes no memory until something is written to it."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < mmap.PAGESIZE:
+        return torch.zeros(shape, dtype=dtype)
+    # Anonymous pages read as zeros and become resident only when written.
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8).view(dtype).reshape(shape)
 
 
 def _observe(live: LiveModel, state_dict_info: Mapping[str, TensorInfo]) -> _Probes:

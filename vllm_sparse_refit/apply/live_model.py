@@ -72,7 +72,7 @@ class LiveModel:
             RefitError: the loader writes in a way that cannot be made sparse.
             Exception: whatever else the loader raises.
         """
-        mode = _SparseWeightLoadMode(self.watched_storages(), sink, set() if used is None else used)
+        mode = _SparseWeightLoadMode(self.watched_storages(), sink, used)
 
         def stream() -> Iterator[tuple[str, torch.Tensor]]:
             for weight in weights:

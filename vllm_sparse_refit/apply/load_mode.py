@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_sparse_refit.apply.placement import Box, BoxCopy
 from vllm_sparse_refit.apply.processing import storage_key
-from vllm_sparse_refit.codec.delta import SparseOperation, TensorDelta
 from vllm_sparse_refit.errors import UnsupportedModelError
 
 aten = torch.ops.aten
@@ -56,18 +55,15 @@ class LoaderWeight:
     """One canonical tensor on its way through the native loader.
 
     Attributes:
-        source: stands for the canonical tensor, contiguous, full shape. For a VIEW its content is
-            never read.
-        deltas: what to write, each of the same tensor with spans that do not overlap.
+        source: stands for the canonical tensor, contiguous, full shape; a probe's holds zeros.
+        kind: what discovery found, None while it is finding out.
         sentinel: for a sparse TRANSFORM, the bits in ``source`` that mean "unchanged"; None when
             all elements of ``source`` count.
     """
 
     name: str
     source: torch.Tensor
-    kind: LoadKind = LoadKind.VIEW
-    operation: SparseOperation | None = None
-    deltas: tuple[TensorDelta, ...] = ()
+    kind: LoadKind | None = None
     sentinel: int | None = None
 
 
@@ -89,10 +85,12 @@ class _SparseWeightLoadMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         targets: the watched storages by :func:`storage_key`: all that belongs to the live model.
         sink: see :class:`CopySink`.
-        used: collects the keys of all storages that operators read, views aside.
+        used: collects the keys of all storages that operators read, views aside; None does not.
     """
 
-    def __init__(self, targets: Mapping[int, object], sink: CopySink, used: set[int]) -> None:
+    def __init__(
+        self, targets: Mapping[int, object], sink: CopySink, used: set[int] | None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self._targets = targets
         self._sink = sink
@@ -117,7 +115,7 @@ class _SparseWeightLoadMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if not func.is_view:
+        if self._used is not None and not func.is_view:
             self._used.update(storage_key(t) for t in _tensors([*args, *kwargs.values()]))
         if func is aten.copy_.default and storage_key(args[0]) in self._targets:
             self._copy(args[0], args[1])

@@ -88,7 +88,9 @@ class BoxCopy:
         return merged
 
 
-def place(copy: BoxCopy, locations: torch.Tensor | range) -> tuple[torch.Tensor, torch.Tensor]:
+def place(
+    copy: BoxCopy, locations: torch.Tensor | range
+) -> tuple[torch.Tensor | slice, torch.Tensor]:
     """Map canonical positions through one copy.
 
     Args:
@@ -96,16 +98,20 @@ def place(copy: BoxCopy, locations: torch.Tensor | range) -> tuple[torch.Tensor,
         locations: strictly ascending flat positions in the canonical tensor.
 
     Returns:
-        ``(selected, positions)``, both int64 and 1-D on the CPU: the indices into ``locations``
-        that fall into the source box, and for each the flat position in the target storage.
+        ``(selected, positions)``: which of ``locations`` fall into the source box, as a slice or as
+        int64 indices, and for each the flat position in the target storage; int64, 1-D, CPU.
     """
     first, last = _narrow(locations, copy.source.offset, copy.source.end)
-    rest = _as_int64(locations, first, last) - copy.source.offset
+    rest = _as_int64(locations, first, last)
     axes = copy.axes()
-    positions = torch.full_like(rest, copy.target.offset)
     if len(axes) == 1 and axes[0][1] == 1:
-        # One run of consecutive elements: all that was narrowed to is inside.
-        return torch.arange(first, last), positions.add_(rest, alpha=axes[0][2])
+        # One run of consecutive elements, the usual case: all that was narrowed to is inside.
+        stride = axes[0][2]
+        if stride != 1:
+            rest *= stride
+        return slice(first, last), rest.add_(copy.target.offset - stride * copy.source.offset)
+    rest -= copy.source.offset
+    positions = torch.full_like(rest, copy.target.offset)
     inside = torch.ones(rest.numel(), dtype=torch.bool)
     for size, source_stride, target_stride in axes:
         index = torch.div(rest, source_stride, rounding_mode="floor")
@@ -136,7 +142,7 @@ def _count_below(locations: torch.Tensor, bound: int) -> int:
 def _as_int64(locations: torch.Tensor | range, first: int, last: int) -> torch.Tensor:
     if isinstance(locations, range):
         return torch.arange(locations.start + first, locations.start + last)
-    return locations[first:last].to(torch.int64)
+    return locations[first:last].to(torch.int64, copy=True)
 
 
 def boxes_overlap(a: Box, b: Box) -> bool:

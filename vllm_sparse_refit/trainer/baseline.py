@@ -35,7 +35,6 @@ from vllm_sparse_refit.errors import (
     BaselineError,
     ConfigError,
     PayloadError,
-    RefitError,
     TensorMismatchError,
     UnsupportedModelError,
 )
@@ -177,6 +176,7 @@ class DeltaCompressionTracker:
         self._entries: dict[str, _Entry] = {}
         self._files: _MappedFiles | None = None
         self._unusable: str | None = _NO_SNAPSHOT
+        self._mover: threading.Thread | None = None
         self._lock = threading.Lock()  # Owns the three below: the state of the running sync.
         self._exported: set[str] = set()
         self._pending: list[bytes] = []
@@ -406,22 +406,38 @@ class DeltaCompressionTracker:
     def on_sync_succeeded(self) -> None:
         """The engines hold what was sent: move the baseline there.
 
+        Returns at once; the baseline is brought up in a thread, and whatever needs it next waits.
+
+        Raises:
+            BaselineError: there is no baseline.
+        """
+        entries = self._usable()
+        pending = self._end_sync()
+        self._mover = threading.Thread(
+            target=self._move, args=(entries, pending), name="sparse-refit-baseline"
+        )
+        self._mover.start()
+
+    def settle(self) -> None:
+        """Wait until the baseline is where the last sync left it.
+
         Raises:
             BaselineError: there is no baseline, or a retained payload was damaged; then the
                 baseline is given up.
         """
-        entries = self._usable()
-        pending = self._end_sync()
+        self._usable()
+
+    def _move(self, entries: dict[str, _Entry], pending: list[bytes]) -> None:
         try:
             for body in pending:
                 limits = DecodeLimits(len(body), payload_decoded_bytes(body))
                 for delta in decode_payload(body, limits):
                     apply_delta(delta, entries[delta.name].bits)
         except BaseException as error:
-            self._give_up("the last sync's changes were written to it only in part")
-            if isinstance(error, RefitError):
-                raise BaselineError(f"a retained payload was damaged: {error}") from error
-            raise
+            self._unusable = (
+                "the last sync's changes were written to it only in part "
+                f"({type(error).__name__}: {error})"
+            )
 
     def on_sync_failed(self) -> None:
         """Nothing was committed: forget the payloads. The baseline stays as it is."""
@@ -432,6 +448,8 @@ class DeltaCompressionTracker:
         self._give_up("the tracker was closed")
 
     def _usable(self) -> dict[str, _Entry]:
+        if self._mover is not None:
+            self._mover.join()
         if self._unusable is not None:
             raise BaselineError(
                 f"there is no baseline: {self._unusable}; call snapshot_baseline() with the "
@@ -447,6 +465,8 @@ class DeltaCompressionTracker:
         return pending
 
     def _give_up(self, why: str) -> None:
+        if self._mover is not None:
+            self._mover.join()
         self._unusable = why
         self._end_sync()
         self._release()

@@ -56,6 +56,7 @@ class WeightSynchronizer:
         self._dtype = None if config.dtype is None else dtype_from_name(config.dtype)
         self._tracker = DeltaCompressionTracker(config=config)
         self._version: WeightVersion | None = None
+        self._dense_bytes = 0
         self._workers = [worker for engine in self._engines for worker in engine.workers()]
 
     @classmethod
@@ -131,6 +132,10 @@ class WeightSynchronizer:
         self._tracker.set_routing(
             skip=routing.skip, overwrite=routing.overwrite, dense=routing.dense
         )
+        self._dense_bytes = sum(
+            math.prod(shape) * dtype.itemsize
+            for shape, dtype in self._tracker.state_dict_info.values()
+        )
         self._version = version
 
     def _common_version(self) -> WeightVersion:
@@ -200,17 +205,13 @@ class WeightSynchronizer:
             total_elements=counts["total_elements"],
             payloads=counts["payloads"],
             wire_bytes=counts["wire_bytes"],
-            dense_bytes=self._dense_bytes(),
+            dense_bytes=self._dense_bytes,
             stream_s=streamed - started,
             pause_s=pause_s,
             sync_s=finished - started,
         )
         logger.info("sparse_refit: %s", report)
         return report
-
-    def _dense_bytes(self) -> int:
-        info = self._tracker.state_dict_info.values()
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in info)
 
     def _checked_base(self, pause: bool) -> WeightVersion:
         if self._version is None:
