@@ -38,6 +38,7 @@ def register() -> None:
         setattr(WorkerWrapperBase, name, _forwarder(name))
     wrapper: Any = WorkerWrapperBase
     wrapper.load_model = _load_model
+    wrapper.reload_weights = _reload_weights
     wrapper.shutdown = _closing(wrapper.shutdown)
     setattr(WorkerWrapperBase, _REGISTERED, True)
 
@@ -106,6 +107,22 @@ def _load_model(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
         result = worker.load_model(*args, **kwargs)
     _start_receiver(worker, config, observer)
     return result
+
+
+def _reload_weights(wrapper: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """vLLM's own reload, which must find the layers as they were loaded, and changes the version."""
+    from vllm_sparse_refit.apply.cpu_linear import unpacked_cpu_linear
+    from vllm_sparse_refit.worker.extension import RECEIVER_ATTRIBUTE
+
+    worker = wrapper.worker
+    receiver = getattr(worker, RECEIVER_ATTRIBUTE, None)
+    if receiver is None:
+        return worker.reload_weights(*args, **kwargs)
+    try:
+        with unpacked_cpu_linear():
+            return worker.reload_weights(*args, **kwargs)
+    finally:
+        receiver.weights_were_replaced("reload_weights")
 
 
 @contextlib.contextmanager

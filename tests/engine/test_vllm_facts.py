@@ -8,7 +8,9 @@ import pytest
 
 from tests.checkpoints import build_checkpoint, perturb_checkpoint
 from tests.engine.engines import engine, fresh_state, state
+from vllm_sparse_refit import WeightSynchronizer
 from vllm_sparse_refit.config import SyncConfig
+from vllm_sparse_refit.errors import VersionMismatchError
 from vllm_sparse_refit.trainer.baseline import DeltaCompressionTracker
 from vllm_sparse_refit.trainer.weights import named_weights
 from vllm_sparse_refit.worker.extension import RPC_METHODS
@@ -148,3 +150,24 @@ def test_a_payload_applied_twice_by_rpc_is_noticed_and_undone(
         assert not reply["ok"]
         assert reply["error_type"] == "VerificationError"
         assert state(llm) == unchanged
+
+
+@pytest.mark.parametrize("processes", [False, True], ids=["in-process", "worker-processes"])
+def test_vllms_own_reload_works_and_is_noticed(
+    processes: bool, checkpoints: tuple[Path, Path]
+) -> None:
+    before, after = checkpoints
+    with engine(before, processes=processes) as llm:
+        sync = WeightSynchronizer.connect(llm)
+        sync.snapshot(before)
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(after)})
+        assert llm.reset_prefix_cache()
+        reloaded = state(llm)
+        with pytest.raises(VersionMismatchError, match="reload_weights"):
+            sync.sync(after)
+        assert state(llm) == reloaded
+        sync.snapshot(after)
+        sync.sync(before)
+        synced = state(llm)
+    assert reloaded == fresh_state(after)
+    assert synced == fresh_state(before)

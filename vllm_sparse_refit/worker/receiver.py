@@ -314,6 +314,21 @@ class Receiver:
                 self._transfer.checksums[0, len(self._transfer.checksums)] = checksum_hex(body)
         return result
 
+    def weights_were_replaced(self, by: str) -> None:
+        """Note that something else wrote the weights: an open transfer ends, the version is another.
+
+        The next sync is refused until the trainer takes a snapshot again. Every rank comes to the same
+        version, since all of them did the same.
+        """
+        with self._lock:
+            transfer, version = self._transfer, self._version.following(by, [by])
+            if transfer is None:
+                self._version = version
+        if transfer is not None:
+            self._applier.release()
+            self._end(transfer, version)
+        logger.info("%s replaced the weights, now at version %s", by, version)
+
     # --- helpers ----------------------------------------------------------------------------------
 
     def remember_error(self, message: str) -> None:
