@@ -44,21 +44,6 @@ def prepare_environment() -> None:
         os.environ.setdefault(name, value)
 
 
-class ReloadExtension:
-    """Worker extension: vLLM's own full reload, for an engine whose layers the plugin unpacked."""
-
-    def reload_whole_checkpoint(self, folder: str) -> None:
-        """Call the worker's ``reload_weights``, keeping layers as the plugin loaded them.
-
-        Without that, a CPU engine would pack layers on a reload that were not packed before, and
-        vLLM refuses to copy the one form into the other.
-        """
-        from vllm_sparse_refit.apply.cpu_linear import unpacked_cpu_linear
-
-        with unpacked_cpu_linear():
-            self.reload_weights(weights_path=folder)  # type: ignore[attr-defined]
-
-
 @contextlib.contextmanager
 def engine(folder: Path, **settings: Any) -> Iterator[Any]:
     """A running :class:`vllm.LLM` on a checkpoint; it and its processes end on exit.

@@ -95,8 +95,7 @@ def _measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     with engines.engine(folders[1]) as llm:
         after = engines.checksums(llm)
     _say('start the engine to measure from "before"')
-    extension = f"{engines.__name__}.{engines.ReloadExtension.__name__}"
-    with engines.engine(folders[0], worker_extension_cls=extension) as llm:
+    with engines.engine(folders[0]) as llm:
         pair = _Pair(folders, (engines.checksums(llm), after))
         if pair.references[0] == pair.references[1]:
             raise WrongWeightsError("both checkpoints have the same checksums")
@@ -142,11 +141,18 @@ def _measure_engine(
     pair.check(llm, 0)
 
     _say(f"{runs} syncs from memory")
-    reports = _alternate(llm, pair, runs, lambda side: sync.sync(weights[side]))
+    baseline: list[float] = []
+
+    def sync_from_memory(side: int) -> Any:
+        found = sync.sync(weights[side])
+        # The trainer's copy follows in the background; no part of the sync, but work all the same.
+        baseline.append(_seconds(sync.settle))
+        return found
+
+    reports = _alternate(llm, pair, runs, sync_from_memory)
     _say(f"{runs} syncs from checkpoint folders")
     from_folder = _alternate(llm, pair, runs, lambda side: sync.sync(pair.folders[side]))
     sync.close()
-    # The last of all, since the plugin does not see what these change.
     _say(f"{runs} full reloads")
     reloads = _alternate(llm, pair, runs, lambda side: _reload(llm, pair.folders[side]))
     _say(f"{runs} checkpoints written")
@@ -156,6 +162,7 @@ def _measure_engine(
         "sync_s": [r.sync_s for r in reports],
         "stream_s": [r.stream_s for r in reports],
         "pause_s": [r.pause_s for r in reports],
+        "baseline_s": baseline[WARM_UPS:],
         "sync_from_folder_s": [r.sync_s for r in from_folder],
         "dense_reload_s": reloads,
         "dense_save_s": saves,
@@ -192,7 +199,8 @@ def _alternate(llm: Any, pair: _Pair, runs: int, step: Callable[[int], Any]) -> 
 
 
 def _reload(llm: Any, folder: Path) -> float:
-    return _seconds(lambda: llm.collective_rpc("reload_whole_checkpoint", args=(str(folder),)))
+    arguments = {"weights_path": str(folder)}
+    return _seconds(lambda: llm.collective_rpc("reload_weights", kwargs=arguments))
 
 
 def _save(weights: dict[str, Any], folder: Path) -> None:
@@ -281,6 +289,7 @@ def _table(result: dict[str, Any]) -> str:
         ("sync", seconds("sync_s")),
         ("  compare to stage", seconds("stream_s")),
         ("  pause", seconds("pause_s")),
+        ("  then, behind it", seconds("baseline_s") + " to bring the baseline up"),
         ("sync from a folder", seconds("sync_from_folder_s")),
         ("vLLM's full reload", seconds("dense_reload_s")),
         ("writing its folder", seconds("dense_save_s")),

@@ -285,6 +285,14 @@ class WeightSynchronizer:
         problems = [engine.abort(transfer_id) for engine in self._engines]
         return [problem for problem in problems if problem is not None]
 
+    def settle(self) -> None:
+        """Wait until the baseline has followed the last sync, as the next sync would do.
+
+        Raises:
+            BaselineError: there is no baseline.
+        """
+        self._tracker.settle()
+
     def close(self) -> None:
         """Give the baseline's memory or files back. The engines go on as they are."""
         self._version = None
