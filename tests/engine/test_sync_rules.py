@@ -169,6 +169,60 @@ def test_bits_that_do_not_stay_written_undo_the_sync(
     assert state(llm) == fresh
 
 
+@pytest.mark.parametrize("where", ["export", "commit"])
+def test_an_interrupted_sync_leaves_everything_as_it_was(
+    where: str, llm: Any, before: Path, after: Path, fresh: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_sparse_refit.apply.applier import VllmSparseDeltaApplier
+    from vllm_sparse_refit.trainer import synchronizer
+
+    def interrupted(*_args: Any, **_settings: Any) -> Any:
+        raise KeyboardInterrupt
+
+    sync = _connected(llm, before)
+    unchanged = state(llm)
+    with monkeypatch.context() as patch:
+        if where == "export":
+            patch.setattr(synchronizer, "named_weights", interrupted)
+        else:
+            patch.setattr(VllmSparseDeltaApplier, "apply", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            sync.sync(after)
+    assert state(llm) == unchanged
+    sync.sync(after)
+    assert state(llm) == fresh
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_a_trainer_that_vanished_in_a_sync_does_not_block_the_next(
+    committed: bool,
+    llm: Any,
+    before: Path,
+    after: Path,
+    fresh: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm_sparse_refit.trainer.engine import LocalEngine
+
+    class VanishedError(BaseException):
+        pass
+
+    def vanish(*_: Any) -> Any:
+        raise VanishedError
+
+    gone = _connected(llm, before)
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalEngine, "reset_caches" if committed else "paused", vanish)
+        patch.setattr(LocalEngine, "abort", vanish)
+        with pytest.raises(VanishedError):
+            gone.sync(after)
+    (status,) = gone.status()
+    assert status["state"] == ("committed" if committed else "prepared")
+    sync = _connected(llm, before)
+    sync.sync(after)
+    assert state(llm) == fresh
+
+
 def test_a_pretrained_model_as_the_source(tmp_path: Path) -> None:
     model = build_model("qwen3", seed=3)
     model.save_pretrained(tmp_path / "before")

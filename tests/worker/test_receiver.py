@@ -264,11 +264,36 @@ def test_another_base_version_is_refused_and_the_own_one_named(rig: Rig) -> None
     assert rig.state == State.IDLE
 
 
-def test_a_second_transfer_must_wait(rig: Rig) -> None:
+def test_a_new_transfer_takes_the_place_of_an_abandoned_one(rig: Rig) -> None:
+    for state in (State.OPEN, State.PREPARED, State.COMMITTED):
+        rig.advance(state, f"left {state}")
+        rig.ok("sparse_refit_begin", f"after {state}", INITIAL, "step-2")
+        assert_same_bits(rig.model, rig.before)
+        assert "not open" in rig.refused("sparse_refit_release", f"left {state}")
+        rig.ok("sparse_refit_abort", f"after {state}")
+
+
+def test_an_abandoned_commit_is_kept_by_a_transfer_that_starts_from_it(rig: Rig) -> None:
+    rig.advance(State.OPEN, "left")
+    target = rig.prepare("left")["target_digest"]
+    rig.ok("sparse_refit_commit", "left")
+    rig.ok("sparse_refit_begin", "next", target, "step-2")
+    assert_same_bits(rig.model, rig.after)
+    rig.ok("sparse_refit_abort", "next")
+    assert rig.digest == target
+
+
+def test_discovery_takes_an_abandoned_commit_back(rig: Rig) -> None:
+    rig.advance(State.COMMITTED)
+    rig.ok("discover_native_skips", {})
+    assert_same_bits(rig.model, rig.before)
+    assert rig.state == State.IDLE
+
+
+def test_a_direct_update_does_not_interrupt_a_transfer(rig: Rig) -> None:
     assert rig.begin()["ok"]
-    assert "t1" in rig.refused("sparse_refit_begin", "t2", INITIAL, "step-2")
-    assert "t1" in rig.refused("discover_native_skips", {})
     assert "t1" in rig.refused("update_weights_from_decoded_sparse_payload", *rig.payloads)
+    assert rig.state == State.OPEN
 
 
 def test_begin_needs_discovery_first() -> None:

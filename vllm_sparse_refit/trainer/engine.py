@@ -35,8 +35,8 @@ class LocalEngine:
     call from a second one can abort the process. Every method checks that and raises
     :class:`EngineStateError`.
 
-    After a call that raised, the engine is never called again: with worker processes it could answer with
-    replies to earlier calls, or not at all.
+    An engine with worker processes is never called again after a call that raised or was interrupted: it
+    could answer with replies to earlier calls, or not at all.
 
     Args:
         llm: the engine.
@@ -56,6 +56,8 @@ class LocalEngine:
             raise ConfigError(
                 f"{name}: expected a vllm.LLM, not {type(llm).__name__}; servers are not supported yet"
             )
+        from vllm.v1.engine.core_client import InprocClient
+
         parallel = llm.llm_engine.vllm_config.parallel_config
         if parallel.data_parallel_size > 1:
             raise ConfigError(
@@ -63,6 +65,7 @@ class LocalEngine:
                 "since vLLM returns the results of its first replica only; make one LLM per replica and "
                 "pass them as a list"
             )
+        self._in_process = isinstance(llm.llm_engine.engine_core, InprocClient)
         self._world_size = int(parallel.world_size)
         self._require_plugin()
 
@@ -98,10 +101,13 @@ class LocalEngine:
         try:
             replies = self._llm.collective_rpc(method, args=args, kwargs={**kwargs, "nonce": nonce})
         except BaseException as error:
-            self._broken = f"{type(error).__name__}: {error}"
+            if not self._in_process:
+                # The reply may still be under way, and would be taken for that of a later call.
+                self._broken = f"{method} ended with {type(error).__name__}: {error}"
+            if not isinstance(error, Exception):
+                raise
             raise EngineStateError(
-                f"{self.name} failed in {method} ({self._broken}); it must not be used any more: "
-                "restart the engine"
+                f"{self.name} failed in {method} ({type(error).__name__}: {error}); restart the engine"
             ) from error
         self._check_replies(method, nonce, replies)
         replies = sorted(replies, key=lambda reply: int(reply["rank"]))

@@ -156,6 +156,7 @@ class Receiver:
 
     def discover(self, state_dict_info: Mapping[str, TensorInfo]) -> dict[str, Any]:
         """See :meth:`VllmSparseDeltaApplier.discover_native_skips`."""
+        self._end_abandoned()
         self._require(State.IDLE)
         self._applier.discover_native_skips(state_dict_info)
         found = self._applier.discovery
@@ -173,7 +174,10 @@ class Receiver:
     def begin(
         self, transfer_id: str, base_digest: str, target_label: str, verification_samples: int
     ) -> dict[str, Any]:
-        """Open a transfer that starts from the version this worker holds."""
+        """Open a transfer that starts from the version this worker holds.
+
+        One that is still open, because its trainer died or was interrupted, ends first.
+        """
         texts = (transfer_id, base_digest, target_label)
         if not all(isinstance(text, str) for text in texts):
             raise TransactionError(
@@ -189,6 +193,7 @@ class Receiver:
             raise UnsupportedModelError(
                 f"layer {found.packed[0].module} is packed: {found.packed[0].reason}"
             )
+        self._end_abandoned(base_digest)
         with self._lock:
             if self._state is not State.IDLE:
                 raise TransactionError(self._busy())
@@ -201,6 +206,22 @@ class Receiver:
             self._transfer = _Transfer(transfer_id, self._version, target_label)
             self._state = State.OPEN
         return {}
+
+    def _end_abandoned(self, base_digest: str | None = None) -> None:
+        """End a transfer whose trainer went away without ending it.
+
+        What was only staged is dropped. What was committed and not released is kept if a new transfer
+        starts from it, and taken back otherwise.
+        """
+        with self._lock:
+            transfer, state = self._transfer, self._state
+        if transfer is None or state not in (State.OPEN, State.PREPARED, State.COMMITTED):
+            return
+        logger.warning("transfer %s was left %s and ends now", transfer.transfer_id, state)
+        if state is State.COMMITTED and self._target(transfer).digest == base_digest:
+            self.release(transfer.transfer_id)
+        else:
+            self.abort(transfer.transfer_id)
 
     def prepare(self, transfer_id: str, expected_payloads: Mapping[str, int]) -> dict[str, Any]:
         """Wait for all payloads, then check the whole transfer; then only the commit is missing."""
