@@ -34,6 +34,9 @@ def test_a_bad_worker_setting_is_named(settings: dict[str, Any]) -> None:
         {"retries": 1.0},
         {"verification_samples": None},
         {"timeout_s": 0},
+        {"dtype": "int8"},
+        {"dtype": "bf16"},
+        {"dtype": "float8_e4m3fn"},
     ],
 )
 def test_a_bad_sync_setting_is_named(settings: dict[str, Any]) -> None:

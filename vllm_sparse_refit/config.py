@@ -14,6 +14,8 @@ from vllm_sparse_refit.errors import ConfigError
 
 PLUGIN_NAME = "sparse_refit"
 
+CAST_DTYPES = ("bfloat16", "float16", "float32")
+
 MIB = 1 << 20
 GIB = 1 << 30
 
@@ -111,15 +113,15 @@ class SyncConfig:
         compression_level: zstd level.
         verification_samples: Changed elements read back per tensor after a commit.
         baseline_dir: Folder for a memory-mapped baseline; None keeps it in RAM.
-        dtype: Cast floating tensors to this dtype (``"bfloat16"``) before they are compared, as if the
-            checkpoint were saved in it; for a trainer that keeps fp32 master weights. None sends them as
-            they are.
+        dtype: Cast floating tensors to this dtype before they are compared, as if the checkpoint were
+            saved in it, for a trainer that keeps fp32 master weights: ``"bfloat16"``, ``"float16"`` or
+            ``"float32"``. None sends them as they are.
         ignore: ``fnmatch`` patterns of checkpoint names that the model's loader skips on purpose and
             that nobody needs in the engine (``*.rotary_emb.inv_freq``).
     """
 
     api_key_env_var: str | None = None
-    timeout_s: float = 60.0
+    timeout_s: float = 30.0
     retries: int = 2
     chunk_elements: int = 8 * MIB
     payload_bytes: int = 4 * MIB
@@ -140,6 +142,10 @@ class SyncConfig:
             "queue_depth",
             "compression_level",
         )
+        if self.dtype is not None and self.dtype not in CAST_DTYPES:
+            raise ConfigError(
+                f"SyncConfig.dtype must be one of {list(CAST_DTYPES)} (a string), not {self.dtype!r}"
+            )
         for name in ("retries", "verification_samples"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 0:
                 raise ConfigError(f"SyncConfig.{name} must be a whole number of 0 or more")

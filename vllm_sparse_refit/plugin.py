@@ -158,11 +158,13 @@ def _start_receiver(worker: Any, config: WorkerConfig, observer: Any) -> None:
 
 
 def _close_receiver(worker: Any) -> None:
-    from vllm_sparse_refit.worker.extension import RECEIVER_ATTRIBUTE
+    from vllm_sparse_refit.worker.extension import CLOSED, RECEIVER_ATTRIBUTE
+    from vllm_sparse_refit.worker.receiver import Receiver
 
-    receiver = worker.__dict__.pop(RECEIVER_ATTRIBUTE, None)
-    if receiver is not None:
+    receiver = getattr(worker, RECEIVER_ATTRIBUTE, None)
+    if isinstance(receiver, Receiver):
         receiver.close()
+        setattr(worker, RECEIVER_ATTRIBUTE, CLOSED)
 
 
 def _closing(shutdown: Callable[[Any], None]) -> Callable[[Any], None]:

@@ -12,6 +12,7 @@ from tests.checkpoints import build_checkpoint, build_model, perturb_checkpoint
 from tests.engine.engines import PROMPTS, checksums, engine, fresh_state, generate, state, worker
 from vllm_sparse_refit import RefitError, SyncConfig, WeightSynchronizer
 from vllm_sparse_refit.errors import (
+    BaselineError,
     EngineStateError,
     TransactionError,
     VerificationError,
@@ -280,6 +281,35 @@ def test_two_engines_move_together(before: Path, after: Path, fresh: Any) -> Non
         assert state(remote) == fresh
         assert state(local) == fresh
         assert {s["version"]["label"] for s in sync.status()} == {"after the fault"}
+
+
+def test_a_replaced_engine_rejoins(before: Path, after: Path, fresh: Any) -> None:
+    """One engine came to the weights by a sync, the other was started from them."""
+    with engine(before) as old:
+        with engine(after, processes=True) as replacement:
+            alone = _connected(old, before)
+            alone.sync(after)
+            fleet = WeightSynchronizer.connect([old, replacement])
+            fleet.snapshot(after)
+            assert fleet.sync(before).changed_elements > 0
+            assert fleet.sync(after).changed_elements > 0
+            assert state(replacement) == fresh
+        assert state(old) == fresh
+
+
+def test_a_snapshot_of_other_weights_is_refused(
+    llm: Any, before: Path, after: Path, fresh: Any
+) -> None:
+    sync = _connected(llm, before)
+    unchanged = state(llm)
+    with pytest.raises(BaselineError, match="sampled elements differ"):
+        sync.snapshot(after)
+    with pytest.raises(BaselineError, match=r"snapshot\(\)"):
+        sync.sync(after)
+    assert state(llm) == unchanged
+    sync.snapshot(before)
+    sync.sync(after)
+    assert state(llm) == fresh
 
 
 def test_an_engine_at_another_version_is_refused(

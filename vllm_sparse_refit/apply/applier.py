@@ -19,9 +19,9 @@ from vllm_sparse_refit.apply.live_model import LiveModel
 from vllm_sparse_refit.apply.load_mode import LoaderCopy, LoaderWeight, LoadKind
 from vllm_sparse_refit.apply.placement import place
 from vllm_sparse_refit.apply.processing import PackedLayer, storage_key
-from vllm_sparse_refit.apply.writer import WeightWriter
+from vllm_sparse_refit.apply.writer import WeightWriter, storage_bits
 from vllm_sparse_refit.codec.delta import SparseOperation, TensorDelta
-from vllm_sparse_refit.codec.dtypes import bits_view, dtype_name
+from vllm_sparse_refit.codec.dtypes import bits_dtype, bits_view, dtype_name
 from vllm_sparse_refit.codec.payload import DecodeLimits, decode_payload
 from vllm_sparse_refit.errors import (
     PayloadError,
@@ -33,6 +33,8 @@ from vllm_sparse_refit.errors import (
 )
 
 DEFAULT_SAMPLES = 64
+
+Samples = Mapping[str, tuple[Sequence[int], Sequence[int]]]
 
 DeltasByName = Mapping[str, Sequence[TensorDelta]]
 
@@ -120,6 +122,33 @@ class VllmSparseDeltaApplier:
                 "WeightSynchronizer (or discover_native_skips) before sending updates"
             )
         return self._discovery
+
+    def differing_samples(self, samples: Samples) -> tuple[int, dict[str, int]]:
+        """Compare elements of the trainer's tensors with what the model holds.
+
+        Only plain copies are compared; what a loader casts or transforms is not canonical here.
+
+        Args:
+            samples: by canonical name, ascending flat positions and the bits the trainer has there.
+
+        Returns:
+            How many elements this rank compared, and how many differ by canonical name.
+        """
+        compared, different = 0, dict[str, int]()
+        for name, (locations, bits) in samples.items():
+            weight = self.discovery.weights.get(name)
+            if weight is None or weight.kind is not LoadKind.VIEW:
+                continue
+            expected = torch.tensor(bits, dtype=bits_dtype(weight.dtype))
+            for copy in weight.copies:
+                assert copy.boxes is not None
+                selected, positions = place(copy.boxes, torch.tensor(locations, dtype=torch.int64))
+                storage = storage_bits(copy.target)
+                found = storage.index_select(0, positions.to(storage.device)).cpu()
+                compared += positions.numel()
+                if wrong := int((found != expected[selected]).sum()):
+                    different[name] = different.get(name, 0) + wrong
+        return compared, different
 
     def _live_model(self) -> LiveModel:
         return LiveModel(

@@ -251,6 +251,20 @@ class DeltaCompressionTracker:
         one, two = self._usable()[name], self._usable()[other]
         return one.dtype == two.dtype and torch.equal(one.bits, two.bits)
 
+    def samples(self, per_tensor: int) -> dict[str, tuple[list[int], list[int]]]:
+        """Evenly spread flat positions of every tensor, ascending, and the bits there.
+
+        Raises:
+            BaselineError: there is no baseline.
+        """
+        found = {}
+        for name, entry in self._usable().items():
+            count = min(per_tensor, entry.bits.numel())
+            spread = torch.linspace(0, max(entry.bits.numel() - 1, 0), count, dtype=torch.float64)
+            positions = spread.round().to(torch.int64)
+            found[name] = (positions.tolist(), entry.bits[positions].tolist())
+        return found
+
     def set_routing(
         self, *, skip: Collection[str], overwrite: Collection[str], dense: Collection[str]
     ) -> None:
@@ -302,7 +316,8 @@ class DeltaCompressionTracker:
         if entry is not None and (tuple(tensor.shape), tensor.dtype) != (entry.shape, entry.dtype):
             raise TensorMismatchError(
                 f"tensor {name!r} is {tuple(tensor.shape)} {tensor.dtype} and the baseline has "
-                f"{entry.shape} {entry.dtype}; export it as it was in the snapshot"
+                f"{entry.shape} {entry.dtype}; export it as it was in the snapshot (for a trainer in "
+                "another dtype than the engines, see SyncConfig.dtype)"
             )
         with self._lock:
             if name in self._exported:

@@ -1,5 +1,6 @@
 """From what every worker discovered to how each tensor is shipped."""
 
+import textwrap
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 from vllm_sparse_refit.errors import UnsupportedModelError
 
 _SHOWN = 5
+# Characters of a reason; a loader's own error may list every parameter of the model.
+_REASON = 300
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,8 @@ def _refuse_unsupported(engine: str, replies: Sequence[dict[str, Any]]) -> None:
     unsupported = {name: why for reply in replies for name, why in reply["unsupported"].items()}
     if unsupported:
         raise UnsupportedModelError(
-            f"{engine} cannot update {len(unsupported)} tensors exactly: {_listed(unsupported)}"
+            f"{engine} cannot update {len(unsupported)} tensors exactly (is this the checkpoint that it "
+            f"was started from?): {_listed(unsupported)}"
         )
 
 
@@ -88,5 +92,8 @@ def _refuse_unclaimed(engine: str, names: set[str]) -> None:
 
 
 def _listed(reasons: dict[str, str]) -> str:
-    shown = "; ".join(f"{name}: {why}" for name, why in list(reasons.items())[:_SHOWN])
+    shown = "; ".join(
+        f"{name}: {textwrap.shorten(why, _REASON, placeholder=' ...')}"
+        for name, why in list(reasons.items())[:_SHOWN]
+    )
     return shown + (f"; and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else "")

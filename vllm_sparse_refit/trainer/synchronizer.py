@@ -16,7 +16,6 @@ from vllm_sparse_refit.errors import (
     ConfigError,
     TransactionError,
     UnsupportedModelError,
-    VersionMismatchError,
 )
 from vllm_sparse_refit.trainer.baseline import DeltaCompressionTracker, NamedTensor
 from vllm_sparse_refit.trainer.engine import LocalEngine
@@ -29,6 +28,10 @@ from vllm_sparse_refit.weight_version import WeightVersion
 logger = logging.getLogger(__name__)
 
 _DEFAULTS = SyncConfig()
+
+# Elements compared with the engines at a snapshot: in all, and of each tensor at least.
+_SAMPLES = 1 << 16
+_LEAST_SAMPLES = 4
 
 
 class WeightSynchronizer:
@@ -103,12 +106,11 @@ class WeightSynchronizer:
 
         Raises:
             UnsupportedModelError: an engine cannot be updated exactly; says what and why.
-            VersionMismatchError: the engines do not all hold the same version.
+            BaselineError: sampled elements show that an engine holds other weights.
             RefitError: the weights cannot be read.
         """
         self._version = None
         self._tracker.snapshot_baseline(self._weights(model))
-        version = self._common_version()
         info = {
             name: [list(shape), dtype_name(dtype)]
             for name, (shape, dtype) in self._tracker.state_dict_info.items()
@@ -136,19 +138,39 @@ class WeightSynchronizer:
             math.prod(shape) * dtype.itemsize
             for shape, dtype in self._tracker.state_dict_info.values()
         )
-        self._version = version
+        self._compare_samples()
+        self._version = self._common_version()
+
+    def _compare_samples(self) -> None:
+        """Refuse a snapshot of other weights than the engines hold: every later xor would be wrong."""
+        per_tensor = max(_SAMPLES // max(len(self._tracker.state_dict_info), 1), _LEAST_SAMPLES)
+        samples = {
+            name: [positions, bits]
+            for name, (positions, bits) in self._tracker.samples(min(per_tensor, 256)).items()
+        }
+        for engine in self._engines:
+            for reply in engine.call("sparse_refit_compare", samples):
+                if different := reply["different"]:
+                    name = next(iter(different))
+                    raise BaselineError(
+                        f"{engine.name}, rank {reply['rank']} does not hold these weights: "
+                        f"{sum(different.values())} of {reply['compared']} sampled elements differ, in "
+                        f"{len(different)} tensors, first {name}; call snapshot() with the weights that "
+                        "the engines were started from or last brought to"
+                    )
 
     def _common_version(self) -> WeightVersion:
+        """The version of all workers; a new one for all if they came to these weights by other ways."""
         found = {
             WeightVersion(reply["version"]["label"], reply["version"]["digest"])
             for reply in self.status()
         }
-        if len(found) != 1:
-            raise VersionMismatchError(
-                f"the engines hold different versions ({', '.join(sorted(map(str, found)))}); "
-                "restart those that are behind from the same checkpoint"
-            )
-        return found.pop()
+        if len(found) == 1:
+            return found.pop()
+        version = WeightVersion("snapshot", uuid.uuid4().hex)
+        for engine in self._engines:
+            engine.call("sparse_refit_adopt", version.label, version.digest)
+        return version
 
     def _weights(self, model: Any) -> Iterator[NamedTensor]:
         for name, tensor in named_weights(model):
@@ -176,7 +198,7 @@ class WeightSynchronizer:
                 message says otherwise, and the next sync can be tried.
         """
         started = time.perf_counter()
-        base = self._checked_base(pause)
+        base = self._checked_base(label, pause)
         transfer_id = uuid.uuid4().hex
         label = label if label is not None else _next_label(base)
         try:
@@ -213,7 +235,9 @@ class WeightSynchronizer:
         logger.info("sparse_refit: %s", report)
         return report
 
-    def _checked_base(self, pause: bool) -> WeightVersion:
+    def _checked_base(self, label: object, pause: bool) -> WeightVersion:
+        if label is not None and not isinstance(label, str):
+            raise ConfigError(f"the label of a version must be a string, not {label!r}")
         if self._version is None:
             raise BaselineError(
                 "nothing is known about the weights that the engines hold; call snapshot() before sync()"

@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm_sparse_refit.apply.applier import DEFAULT_SAMPLES
 from vllm_sparse_refit.codec.dtypes import dtype_from_name
-from vllm_sparse_refit.errors import PluginNotEnabledError, RefitError
+from vllm_sparse_refit.errors import EngineStateError, PluginNotEnabledError, RefitError
 from vllm_sparse_refit.worker.receiver import Receiver
 
 # Below vLLM's own logger, so that lines come out in its format and with its worker prefix.
@@ -21,10 +21,14 @@ logger = logging.getLogger("vllm.sparse_refit")
 Reply = dict[str, Any]
 
 RECEIVER_ATTRIBUTE = "_sparse_refit_receiver"
+# What is there after the worker was shut down.
+CLOSED = "closed"
 
 
 def _receiver(worker: Any) -> Receiver:
     receiver = getattr(worker, RECEIVER_ATTRIBUTE, None)
+    if receiver is CLOSED:
+        raise EngineStateError("this engine was shut down; start another one and connect to it")
     if receiver is None:
         raise PluginNotEnabledError(
             "sparse_refit is installed but not enabled in this engine: name it in VLLM_PLUGINS "
@@ -50,7 +54,7 @@ def _rpc(method: Callable[..., Reply]) -> Callable[..., Reply]:
             if not isinstance(error, RefitError):
                 logger.exception("%s failed", method.__name__)
             reply = {"ok": False, "error": text, "error_type": type(error).__name__}
-            if (receiver := getattr(worker, RECEIVER_ATTRIBUTE, None)) is not None:
+            if isinstance(receiver := getattr(worker, RECEIVER_ATTRIBUTE, None), Receiver):
                 receiver.remember_error(text)
         return reply | {"rank": int(getattr(worker, "rank", -1)), "nonce": nonce}
 
@@ -82,6 +86,16 @@ class SparseRefitWorkerExtension:
             for name, (shape, dtype) in state_dict_info.items()
         }
         return _receiver(self).discover(info)
+
+    @_rpc
+    def sparse_refit_compare(self, samples: Mapping[str, Any]) -> Reply:
+        """Compare sampled elements, ``{name: [positions, bits]}``, with what the model holds."""
+        return _receiver(self).compare(samples)
+
+    @_rpc
+    def sparse_refit_adopt(self, label: str, digest: str) -> Reply:
+        """Take this weight version; for workers that were found to hold equal weights."""
+        return _receiver(self).adopt(label, digest)
 
     @_rpc
     def update_weights_from_decoded_sparse_payload(self, *payloads: bytes | str) -> Reply:

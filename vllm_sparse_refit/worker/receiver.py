@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm_sparse_refit.apply.applier import VllmSparseDeltaApplier
+from vllm_sparse_refit.apply.applier import Samples, VllmSparseDeltaApplier
 from vllm_sparse_refit.apply.discovery import TensorInfo
 from vllm_sparse_refit.apply.load_mode import LoadKind
 from vllm_sparse_refit.checksum import checksum_hex
@@ -170,6 +170,19 @@ class Receiver:
             "packed": {layer.module: layer.reason for layer in found.packed},
             "uncovered": list(found.uncovered),
         }
+
+    def compare(self, samples: Samples) -> dict[str, Any]:
+        """See :meth:`VllmSparseDeltaApplier.differing_samples`."""
+        self._require(State.IDLE)
+        compared, different = self._applier.differing_samples(samples)
+        return {"compared": compared, "different": different}
+
+    def adopt(self, label: str, digest: str) -> dict[str, Any]:
+        """Take a version that the trainer gives to all workers, which it found to hold equal weights."""
+        self._require(State.IDLE)
+        with self._lock:
+            self._version = WeightVersion(str(label), str(digest))
+        return {}
 
     def begin(
         self, transfer_id: str, base_digest: str, target_label: str, verification_samples: int
