@@ -290,6 +290,27 @@ def test_discovery_takes_an_abandoned_commit_back(rig: Rig) -> None:
     assert rig.state == State.IDLE
 
 
+def test_samples_are_compared_with_what_the_loader_put_where(rig: Rig) -> None:
+    samples = {
+        name: [list(range(weight.numel())), weight.reshape(-1).view(torch.int16).tolist()]
+        for name, weight in rig.old.items()
+    }
+    reply = rig.ok("sparse_refit_compare", samples)
+    # What is transformed on its way is not compared.
+    assert reply["compared"] == sum(rig.old[name].numel() for name in "qkv")
+    assert reply["different"] == {}
+    samples["k"][1][7] ^= 1
+    assert rig.ok("sparse_refit_compare", samples)["different"] == {"k": 1}
+
+
+def test_a_version_is_adopted_between_transfers_only(rig: Rig) -> None:
+    rig.ok("sparse_refit_adopt", "snapshot", "ab" * 16)
+    assert rig.digest == "ab" * 16
+    rig.refused("sparse_refit_adopt", "snapshot", b"bytes")
+    rig.advance(State.OPEN)
+    assert "t1" in rig.refused("sparse_refit_adopt", "snapshot", INITIAL)
+
+
 def test_a_direct_update_does_not_interrupt_a_transfer(rig: Rig) -> None:
     assert rig.begin()["ok"]
     assert "t1" in rig.refused("update_weights_from_decoded_sparse_payload", *rig.payloads)
@@ -581,6 +602,8 @@ def test_a_keyword_named_worker_does_not_escape_the_boundary(rig: Rig) -> None:
 def test_a_worker_without_the_plugin_enabled_says_so(method: str) -> None:
     arguments: dict[str, list[Any]] = {
         "discover_native_skips": [{}],
+        "sparse_refit_compare": [{}],
+        "sparse_refit_adopt": ["snapshot", INITIAL],
         "sparse_refit_begin": ["t1", INITIAL, "step-1"],
         "sparse_refit_prepare": ["t1", {}],
         "sparse_refit_commit": ["t1"],
@@ -602,6 +625,8 @@ def test_the_extension_leaves_the_workers_own_names_alone() -> None:
         "update_weights_from_decoded_sparse_payload",
         "finish_sparse_delta_refit",
         "sparse_refit_status",
+        "sparse_refit_compare",
+        "sparse_refit_adopt",
         "sparse_refit_begin",
         "sparse_refit_prepare",
         "sparse_refit_commit",

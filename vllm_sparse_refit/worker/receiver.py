@@ -180,8 +180,10 @@ class Receiver:
     def adopt(self, label: str, digest: str) -> dict[str, Any]:
         """Take a version that the trainer gives to all workers, which it found to hold equal weights."""
         self._require(State.IDLE)
+        if not isinstance(label, str) or not isinstance(digest, str):
+            raise TransactionError(f"a version is two strings, not {label!r} and {digest!r}")
         with self._lock:
-            self._version = WeightVersion(str(label), str(digest))
+            self._version = WeightVersion(label, digest)
         return {}
 
     def begin(
