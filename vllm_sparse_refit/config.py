@@ -137,7 +137,6 @@ class SyncConfig:
             self,
             "timeout_s",
             "chunk_elements",
-            "compare_threads",
             "payload_bytes",
             "queue_depth",
             "compression_level",
@@ -146,6 +145,8 @@ class SyncConfig:
             raise ConfigError(
                 f"SyncConfig.dtype must be one of {list(CAST_DTYPES)} (a string), not {self.dtype!r}"
             )
+        if isinstance(self.ignore, str):
+            raise ConfigError(f"SyncConfig.ignore must be a tuple of patterns, not {self.ignore!r}")
         for name in ("retries", "verification_samples"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 0:
                 raise ConfigError(f"SyncConfig.{name} must be a whole number of 0 or more")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.checkpoints import build_checkpoint, build_model, perturb_checkpoint
 from tests.engine.engines import PROMPTS, checksums, engine, fresh_state, generate, state, worker
@@ -14,10 +15,12 @@ from vllm_sparse_refit import RefitError, SyncConfig, WeightSynchronizer
 from vllm_sparse_refit.errors import (
     BaselineError,
     EngineStateError,
+    TensorMismatchError,
     TransactionError,
     VerificationError,
     VersionMismatchError,
 )
+from vllm_sparse_refit.trainer.weights import named_weights
 
 pytestmark = pytest.mark.engine
 
@@ -145,6 +148,68 @@ def test_a_prefix_cache_that_cannot_be_dropped_undoes_the_sync(
     assert state(llm) == unchanged
     sync.sync(after)
     assert state(llm) == fresh
+
+
+def test_weights_are_taken_back_before_held_requests_go_on(
+    llm: Any, before: Path, after: Path, fresh: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_sparse_refit.apply.applier import VllmSparseDeltaApplier
+
+    sync = _connected(llm, before)
+    unchanged = checksums(llm)
+    _enqueue(llm)
+    wake_up, at_wake_up = llm.wake_up, []
+
+    def watched(**arguments: Any) -> Any:
+        at_wake_up.append(checksums(llm))
+        return wake_up(**arguments)
+
+    def broken(_: Any) -> Any:
+        raise VerificationError("broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm, "wake_up", watched)
+        patch.setattr(VllmSparseDeltaApplier, "finish_sparse_delta_refit", broken)
+        with pytest.raises(VerificationError):
+            sync.sync(after, pause=True)
+    assert at_wake_up == [unchanged]
+    llm.wait_for_completion(use_tqdm=False)
+    sync.sync(after)
+    assert state(llm) == fresh
+
+
+def test_an_error_after_the_commit_does_not_hide_it(
+    llm: Any, before: Path, after: Path, fresh: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = _connected(llm, before)
+
+    def failing(**_: Any) -> Any:
+        raise RuntimeError("no waking")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm, "wake_up", failing)
+        with pytest.raises(RuntimeError, match="no waking"):
+            sync.sync(after, pause=True)
+    llm.wake_up(tags=["scheduling"])
+    assert state(llm) == fresh
+    assert sync.sync(after).payloads == 0
+    assert sync.sync(before).changed_elements > 0
+
+
+def test_a_buffer_that_is_filled_again_is_noticed(llm: Any, before: Path, after: Path) -> None:
+    sync = _connected(llm, before)
+    unchanged = state(llm)
+    weights = dict(named_weights(after))
+    buffer = torch.empty(max(w.numel() for w in weights.values()), dtype=torch.bfloat16)
+
+    def export() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, weight in weights.items():
+            view = buffer[: weight.numel()].view(weight.shape)
+            yield name, view.copy_(weight)
+
+    with pytest.raises(TensorMismatchError, match="fills again"):
+        sync.sync(export())
+    assert state(llm) == unchanged
 
 
 def test_bits_that_do_not_stay_written_undo_the_sync(

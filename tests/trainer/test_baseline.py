@@ -420,6 +420,13 @@ def test_a_new_snapshot_forgets_the_running_sync(tracker: DeltaCompressionTracke
     assert export(tracker, {"w": torch.zeros(2)}) == []
 
 
+def test_an_empty_snapshot_is_refused(tracker: DeltaCompressionTracker) -> None:
+    with pytest.raises(BaselineError, match="exhausted"):
+        tracker.snapshot_baseline(iter(()))
+    with pytest.raises(BaselineError):
+        tracker.compare("w", torch.ones(2))
+
+
 def test_a_damaged_retained_payload_gives_the_baseline_up(
     tracker: DeltaCompressionTracker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -360,12 +360,12 @@ def test_a_malformed_payload_is_refused_and_not_staged(rig: Rig, body: bytes) ->
 
 
 def test_staged_bytes_are_limited() -> None:
-    with rig_of(max_staged_bytes=60) as rig:
+    with rig_of(max_staged_bytes=4000) as rig:
         assert rig.begin()["ok"]
         rig.send(rig.payloads[0])
         with pytest.raises(PayloadRejectedError, match="max_staged_bytes"):
             rig.send_all()  # the first one is a repeat
-        assert 0 < rig.ok("sparse_refit_status")["staged_bytes"] <= 60
+        assert 0 < rig.ok("sparse_refit_status")["staged_bytes"] <= 4000
 
 
 def test_prepare_times_out_on_a_missing_payload_and_can_be_aborted() -> None:
@@ -455,6 +455,20 @@ def test_a_commit_that_fails_can_be_aborted(rig: Rig) -> None:
     rig.ok("sparse_refit_abort", "t1")
     assert rig.state == State.IDLE
     assert_same_bits(rig.model, rig.before)
+
+
+def test_an_interrupted_commit_leaves_every_bit(rig: Rig) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    rig.advance(State.PREPARED)
+    rig.applier._model_runner.reset_lora_state = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        rig.receiver.commit("t1")
+    assert_same_bits(rig.model, rig.before)
+    rig.applier._model_runner.reset_lora_state = lambda: None
+    rig.ok("sparse_refit_commit", "t1")
+    assert_same_bits(rig.model, rig.after)
 
 
 def test_a_commit_whose_adapter_reset_fails_leaves_every_bit(rig: Rig) -> None:

@@ -237,19 +237,21 @@ class VllmSparseDeltaApplier:
         redundant = {name for group in self.discovery.aliases for name in group[1:]}
         # In the order of discovery, not of arrival: what was seen then is what the loader does now.
         names = [n for n in self.discovery.weights if n in deltas and n not in redundant]
-        writer = self._writer or WeightWriter(self.sample_limit)
+        earlier, writer = self._writer, self._writer or WeightWriter(self.sample_limit)
         mark = writer.mark()
+        # Before anything is written, so that an interrupt cannot lose the way back.
+        self._writer = writer
         try:
             self._load(names, deltas, writer)
         except BaseException as error:
             writer.roll_back(mark)
             self.synchronize_device()
+            self._writer = earlier
             if isinstance(error, RefitError) or not isinstance(error, Exception):
                 raise
             raise TransactionError(
                 f"the model's loader raised {type(error).__name__}: {error}; nothing was changed"
             ) from error
-        self._writer = writer
 
     def _load(self, names: Sequence[str], deltas: DeltasByName, writer: WeightWriter) -> None:
         """Write plain copies where discovery saw them go, and everything else through the loader."""

@@ -151,8 +151,9 @@ def stand_in(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < mmap.PAGESIZE:
         return torch.zeros(shape, dtype=dtype)
-    # Anonymous pages read as zeros and become resident only when written.
-    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8).view(dtype).reshape(shape)
+    # Private anonymous pages read as zeros and become resident only when written.
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).reshape(shape)
 
 
 def _observe(live: LiveModel, state_dict_info: Mapping[str, TensorInfo]) -> _Probes:
@@ -248,6 +249,9 @@ def _kind(live: LiveModel, name: str, info: TensorInfo, probe: _Probe) -> tuple[
     plain = all(c.boxes is not None and c.boxes.source.is_injective for c in probe.copies)
     if plain and not overlapping:
         return LoadKind.VIEW, ""
+    if not overlapping and all(copy.is_cast for copy in probe.copies):
+        # torch converts each element by itself, and NaN to NaN.
+        return LoadKind.TRANSFORM, ""
     alone = _observe_one(live, name, info)
     if alone.error or _targets(alone.copies) != _targets(probe.copies):
         reason = "given it alone, the model's loader does not write what it writes among others"

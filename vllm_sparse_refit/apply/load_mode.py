@@ -39,11 +39,14 @@ class LoaderCopy:
         boxes: source and target boxes of a plain view copy; None when the source was a temporary,
             was cast, or was broadcast.
         source: the tensor copied from; kept only when asked for.
+        is_cast: whether the source was a view of the canonical tensor and ``copy_`` itself converted it
+            from one floating dtype of 2 bytes or more to another.
     """
 
     target: torch.Tensor
     boxes: BoxCopy | None
     source: torch.Tensor | None = None
+    is_cast: bool = False
 
     @property
     def target_box(self) -> Box:
@@ -140,7 +143,8 @@ class _SparseWeightLoadMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # A source that the loader changed in place no longer holds the canonical bits.
         plain = not self._source_modified
         boxes = _plain_boxes(weight.source, target, source) if plain else None
-        self._sink.copy(weight, LoaderCopy(target.detach(), boxes, source.detach()))
+        cast = plain and _is_cast(weight.source, target, source)
+        self._sink.copy(weight, LoaderCopy(target.detach(), boxes, source.detach(), cast))
 
     def _other_write(self, func: Any, target: torch.Tensor, args: tuple[Any, ...]) -> None:
         weight = self._current()
@@ -196,3 +200,13 @@ def _plain_boxes(
     ):
         return None
     return BoxCopy(Box.of(source), Box.of(target))
+
+
+def _is_cast(canonical: torch.Tensor, target: torch.Tensor, source: torch.Tensor) -> bool:
+    floating = [t.dtype.is_floating_point and t.element_size() > 1 for t in (source, target)]
+    return (
+        _same_storage(source, canonical)
+        and source.dtype == canonical.dtype
+        and source.shape == target.shape
+        and all(floating)
+    )

@@ -203,6 +203,8 @@ class DeltaCompressionTracker:
         except BaseException:
             self._release()
             raise
+        if not self._entries:
+            raise BaselineError("the snapshot holds no tensor at all; is it an exhausted iterator?")
         self._unusable = None
 
     def _copy(self, name: str, tensor: torch.Tensor) -> _Entry:
@@ -428,10 +430,15 @@ class DeltaCompressionTracker:
         """
         entries = self._usable()
         pending = self._end_sync()
-        self._mover = threading.Thread(
+        mover = threading.Thread(
             target=self._move, args=(entries, pending), name="sparse-refit-baseline"
         )
-        self._mover.start()
+        try:
+            mover.start()
+        except RuntimeError:  # no thread to be had
+            self._move(entries, pending)
+        else:
+            self._mover = mover
 
     def settle(self) -> None:
         """Wait until the baseline is where the last sync left it.

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Generic, Self, TypeVar
 
+import torch
+
 from vllm_sparse_refit.codec.payload import batch_deltas
 from vllm_sparse_refit.config import SyncConfig, read_api_key
-from vllm_sparse_refit.errors import ConfigError, TransportStoppedError
+from vllm_sparse_refit.errors import ConfigError, TensorMismatchError, TransportStoppedError
 from vllm_sparse_refit.transport.client import ZmqSparseRefitClient
 
 if TYPE_CHECKING:
@@ -81,7 +83,7 @@ def stream_sparse_delta_payloads_via_zmq(
     api_key = read_api_key(api_key_env_var or config.api_key_env_var)
     encoded = _Encoded()
     with _Pipeline() as pipeline:
-        tensors: _Channel[NamedTensor] = pipeline.channel(config.queue_depth)
+        tensors: _Channel[_Exported] = pipeline.channel(config.queue_depth)
         batches: _Channel[list[TensorDelta]] = pipeline.channel(config.queue_depth)
         outboxes: list[_Channel[_Numbered]] = []
         for index, address in enumerate(refit_targets):
@@ -127,7 +129,7 @@ def _check(refit_targets: Sequence[str], shard_rank: int, shard_count: int) -> N
 
 def _export(
     iterator: Iterable[NamedTensor],
-    tensors: _Channel[NamedTensor],
+    tensors: _Channel[_Exported],
     shard_rank: int,
     shard_count: int,
 ) -> int:
@@ -136,22 +138,32 @@ def _export(
         tensors.raise_if_stopped()
         if index % shard_count == shard_rank:
             total_elements += tensor.numel()
-            # Copied here: only the thread that exports is sure to be on the tensor's stream.
-            tensors.put((name, tensor.detach().cpu()))
+            tensors.put(_Exported.of(name, tensor))
     tensors.close()
     return total_elements
 
 
 def _compare(
-    tensors: _Channel[NamedTensor],
+    tensors: _Channel[_Exported],
     batches: _Channel[list[TensorDelta]],
     tracker: DeltaCompressionTracker,
     payload_bytes: int,
 ) -> None:
-    deltas = (delta for name, tensor in tensors for delta in tracker.compare(name, tensor))
-    for batch in batch_deltas(deltas, payload_bytes):
+    for batch in batch_deltas(_deltas(tensors, tracker), payload_bytes):
         batches.put(batch)
     batches.close()
+
+
+def _deltas(
+    tensors: _Channel[_Exported], tracker: DeltaCompressionTracker
+) -> Iterator[TensorDelta]:
+    for exported in tensors:
+        yield from tracker.compare(exported.name, exported.tensor)
+        if exported.is_modified:
+            raise TensorMismatchError(
+                f"tensor {exported.name!r} was written to before it had been compared; an export must "
+                "yield tensors that keep their values, not one buffer that it fills again"
+            )
 
 
 def _encode(
@@ -185,6 +197,30 @@ def _send(
                 verification_candidates=verification_candidates,
                 body=numbered.payload.body,
             )
+
+
+@dataclass(frozen=True, eq=False)
+class _Exported:
+    """A tensor on the host, and which in-place write to it was the last one when it was exported."""
+
+    name: str
+    tensor: torch.Tensor
+    version: int
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> Self:
+        # Copied here: only the thread that exports is sure to be on the tensor's stream.
+        host = tensor.detach().cpu()
+        return cls(name, host, _version(host))
+
+    @property
+    def is_modified(self) -> bool:
+        return self.version != _version(self.tensor)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """torch's count of in-place writes; tensors made in inference mode have none."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from vllm_sparse_refit.config import SyncConfig, read_api_key
 from vllm_sparse_refit.errors import (
     BaselineError,
     ConfigError,
+    RefitError,
     TransactionError,
     UnsupportedModelError,
 )
@@ -111,6 +112,7 @@ class WeightSynchronizer:
         """
         self._version = None
         self._tracker.snapshot_baseline(self._weights(model))
+        self._workers = [worker for engine in self._engines for worker in engine.workers()]
         info = {
             name: [list(shape), dtype_name(dtype)]
             for name, (shape, dtype) in self._tracker.state_dict_info.items()
@@ -185,7 +187,8 @@ class WeightSynchronizer:
         """Bring every engine to the bits of ``model``, or leave all of them as they are.
 
         Args:
-            model: the new weights, with the names, shapes and dtypes of the snapshot.
+            model: the new weights, with the names, shapes and dtypes of the snapshot. An iterable must
+                yield tensors that keep their values until this returns, no buffer that it refills.
             label: name of the new version, default ``step-N``; when nothing changed, the version stays.
             pause: hold unfinished requests during the commit and let them go on with the new weights;
                 without it a sync is refused while there are any.
@@ -205,20 +208,16 @@ class WeightSynchronizer:
             self._begin(transfer_id, base, label)
             counts = self._stream(model, transfer_id)
             streamed = time.perf_counter()
-            if counts["payloads"] == 0:
-                self._end_empty(transfer_id)
-                version, pause_s = base, 0.0
-            else:
+            if counts["payloads"]:
                 version = self._prepare(transfer_id, label, counts["payloads"])
-                pause_s = self._commit(transfer_id, pause)
         except BaseException as error:
-            self._tracker.on_sync_failed()
-            for problem in self._abort(transfer_id):
-                error.add_note(problem)
+            self._give_up(transfer_id, error)
             raise
-        self._version = version
-        self._tracker.on_sync_succeeded()
-        finished = time.perf_counter()
+        if counts["payloads"]:
+            pause_s = self._commit(transfer_id, version, pause)
+        else:
+            version, pause_s = base, 0.0
+            self._end_empty(transfer_id)
         report = SyncReport(
             version=version,
             engines=len(self._engines),
@@ -230,10 +229,16 @@ class WeightSynchronizer:
             dense_bytes=self._dense_bytes,
             stream_s=streamed - started,
             pause_s=pause_s,
-            sync_s=finished - started,
+            sync_s=time.perf_counter() - started,
         )
         logger.info("sparse_refit: %s", report)
         return report
+
+    def _give_up(self, transfer_id: str, error: BaseException) -> None:
+        """Leave everything as it was before the sync; what goes wrong with that is noted on ``error``."""
+        self._tracker.on_sync_failed()
+        for problem in self._abort(transfer_id):
+            error.add_note(problem)
 
     def _checked_base(self, label: object, pause: bool) -> WeightVersion:
         if label is not None and not isinstance(label, str):
@@ -269,7 +274,9 @@ class WeightSynchronizer:
         return counts
 
     def _end_empty(self, transfer_id: str) -> None:
-        if problems := self._abort(transfer_id):
+        problems = self._abort(transfer_id)
+        self._tracker.on_sync_succeeded()
+        if problems:
             raise TransactionError(f"an empty transfer could not be closed: {problems[0]}")
 
     def _prepare(self, transfer_id: str, label: str, payloads: int) -> WeightVersion:
@@ -285,24 +292,50 @@ class WeightSynchronizer:
             )
         return WeightVersion(label, digests.pop())
 
-    def _commit(self, transfer_id: str, pause: bool) -> float:
+    def _commit(self, transfer_id: str, version: WeightVersion, pause: bool) -> float:
         """Write, verify and drop stale caches everywhere, then make it final; returns seconds paused."""
         started = time.perf_counter()
         with contextlib.ExitStack() as stack:
-            for engine in self._engines:
-                engine.check_idle(pause)
-                stack.enter_context(engine.paused(pause))
-            for engine in self._engines:
-                engine.call("sparse_refit_commit", transfer_id)
-            for engine in self._engines:
-                engine.call("finish_sparse_delta_refit")
-            for engine in self._engines:
-                engine.reset_caches()
-            # Up to here a failure rolls every worker back; from here on all of them are verified, and
-            # dropping their undo logs is all that is left.
-            for engine in self._engines:
-                engine.call("sparse_refit_release", transfer_id)
+            try:
+                for engine in self._engines:
+                    engine.check_idle(pause)
+                    stack.enter_context(engine.paused(pause))
+                self._write(transfer_id)
+            except BaseException as error:
+                # Still paused: no token may come from weights that are about to be taken back.
+                self._give_up(transfer_id, error)
+                raise
+            self._make_final(transfer_id, version)
         return time.perf_counter() - started
+
+    def _write(self, transfer_id: str) -> None:
+        for engine in self._engines:
+            engine.call("sparse_refit_commit", transfer_id)
+        for engine in self._engines:
+            engine.call("finish_sparse_delta_refit")
+        for engine in self._engines:
+            engine.reset_caches()
+
+    def _make_final(self, transfer_id: str, version: WeightVersion) -> None:
+        """Every worker holds verified new weights: from here on the sync has happened.
+
+        Until all of it is done the version counts as unknown, so that an interrupt in between asks for a
+        snapshot instead of comparing with a baseline that may be behind.
+        """
+        self._version = None
+        problems = []
+        for engine in self._engines:
+            try:
+                engine.call("sparse_refit_release", transfer_id)
+            except RefitError as error:
+                problems.append(str(error))
+        self._tracker.on_sync_succeeded()
+        if problems:
+            raise TransactionError(
+                f"the new weights are in every engine, but {len(problems)} could not make them final "
+                f"({problems[0]}); restart those engines from the new checkpoint and call snapshot()"
+            )
+        self._version = version
 
     def _abort(self, transfer_id: str) -> list[str]:
         """Give the transfer up on every engine; returns what went wrong with that."""

@@ -217,6 +217,7 @@ class Receiver:
                     f"this worker holds version {self._version}, but the transfer starts from "
                     f"{base_digest[:12]}; call snapshot() with the weights that the engines hold"
                 )
+            self._applier.release()  # left over if the last release was interrupted
             self._applier.sample_limit = verification_samples
             self._transfer = _Transfer(transfer_id, self._version, target_label)
             self._state = State.OPEN
@@ -264,10 +265,10 @@ class Receiver:
     def commit(self, transfer_id: str) -> dict[str, Any]:
         """Write the prepared transfer into the model. If it raises, every bit is as it was."""
         transfer = self._current(transfer_id, State.PREPARED)
-        self._applier.apply(transfer.deltas)
         try:
+            self._applier.apply(transfer.deltas)
             self._applier.reset_adapters()
-        except Exception:
+        except BaseException:  # an interrupt too
             self._roll_back()
             raise
         # The decoded payloads are done with; the undo log takes their place until release.
@@ -300,9 +301,9 @@ class Receiver:
     def release(self, transfer_id: str) -> dict[str, Any]:
         """Make a committed transfer final: the undo log goes, the version moves."""
         transfer = self._current(transfer_id, State.COMMITTED)
-        self._applier.release()
         version = self._target(transfer)
         self._end(transfer, version)
+        self._applier.release()
         logger.info(
             "transfer %s committed: %d changed elements in %d payloads, now at version %s",
             transfer_id,
@@ -323,8 +324,7 @@ class Receiver:
             return {"aborted": False}
         if state is State.BROKEN:
             raise TransactionError(self._busy())
-        if state in (State.COMMITTED, State.UPDATING):
-            self._roll_back()
+        self._roll_back()  # whatever was written, also by a commit that was interrupted
         self._end(transfer, transfer.base)
         level = logging.WARNING if transfer.checksums else logging.DEBUG
         logger.log(level, "transfer %s was given up, still at %s", transfer_id, transfer.base)
@@ -342,6 +342,7 @@ class Receiver:
             return {"tensors": 0, "changed_elements": 0}
         bodies = [p if isinstance(p, bytes) else Path(p).read_bytes() for p in payloads]
         result = self._applier.update_weights_from_decoded_sparse_payload(*bodies)
+        self._applier.reset_adapters()
         with self._lock:
             if self._transfer is None:
                 self._transfer = _Transfer("direct", self._version, "direct")
@@ -417,6 +418,10 @@ class Receiver:
         )
 
 
+# What a decoded delta costs beside its tensors' data.
+_DELTA_BYTES = 1024
+
+
 def _held_bytes(delta: TensorDelta) -> int:
     locations = 0 if isinstance(delta.locations, range) else delta.locations.nbytes
-    return locations + delta.values.nbytes
+    return locations + delta.values.nbytes + _DELTA_BYTES
