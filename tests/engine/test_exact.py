@@ -26,6 +26,16 @@ def _steps(folder: Path, family: str, **settings: Any) -> list[Path]:
     return steps
 
 
+def _synced(steps: list[Path], **settings: Any) -> Any:
+    """The state of an engine that was started from the first step and synced to each further one."""
+    with engine(steps[0], **settings) as llm:
+        sync = WeightSynchronizer.connect(llm, config=SMALL)
+        sync.snapshot(steps[0])
+        for step in steps[1:]:
+            sync.sync(step)
+        return state(llm)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3", "gemma3", "gpt2"])
 def test_three_syncs_equal_a_fresh_engine(family: str, tmp_path: Path) -> None:
     steps = _steps(tmp_path, family)
@@ -55,24 +65,13 @@ def test_other_dtypes_equal_a_fresh_engine(
     checkpoint_dtype: torch.dtype, engine_dtype: str, tmp_path: Path
 ) -> None:
     steps = _steps(tmp_path, "llama", dtype=checkpoint_dtype)
-    with engine(steps[0], dtype=engine_dtype) as llm:
-        sync = WeightSynchronizer.connect(llm, config=SMALL)
-        sync.snapshot(steps[0])
-        for step in steps[1:]:
-            sync.sync(step)
-        synced = state(llm)
+    synced = _synced(steps, dtype=engine_dtype)
     assert synced == fresh_state(steps[-1], dtype=engine_dtype)
 
 
 def test_dense_mla_equals_a_fresh_engine(tmp_path: Path) -> None:
     steps = _steps(tmp_path, "deepseek_v2", first_k_dense_replace=2)
-    with engine(steps[0]) as llm:
-        sync = WeightSynchronizer.connect(llm, config=SMALL)
-        sync.snapshot(steps[0])
-        for step in steps[1:]:
-            sync.sync(step)
-        synced = state(llm)
-    assert synced == fresh_state(steps[-1])
+    assert _synced(steps) == fresh_state(steps[-1])
 
 
 def test_nothing_changed_sends_nothing_and_every_element_changed_works(tmp_path: Path) -> None:
@@ -106,13 +105,7 @@ def test_compiled_engine_sees_new_weights(tmp_path: Path) -> None:
 
 def test_worker_processes(tmp_path: Path) -> None:
     steps = _steps(tmp_path, "qwen3")
-    with engine(steps[0], processes=True) as llm:
-        sync = WeightSynchronizer.connect(llm, config=SMALL)
-        sync.snapshot(steps[0])
-        for step in steps[1:]:
-            sync.sync(step)
-        synced = state(llm)
-    assert synced == fresh_state(steps[-1])
+    assert _synced(steps, processes=True) == fresh_state(steps[-1])
 
 
 def test_tensor_parallel_two(tmp_path: Path) -> None:
