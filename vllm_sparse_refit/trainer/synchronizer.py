@@ -52,9 +52,8 @@ class WeightSynchronizer:
     """
 
     def __init__(self, engines: Sequence[LocalEngine], config: SyncConfig) -> None:
-        read_api_key(
-            config.api_key_env_var
-        )  # a key that is missing should not wait for the first sync
+        # A key that is missing should not wait for the first sync to be noticed.
+        read_api_key(config.api_key_env_var)
         self._engines = list(engines)
         self._config = config
         self._dtype = None if config.dtype is None else dtype_from_name(config.dtype)
