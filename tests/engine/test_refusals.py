@@ -11,8 +11,9 @@ import torch
 
 from tests.checkpoints import build_checkpoint, perturb_checkpoint
 from tests.codec import crafted
-from tests.engine.engines import checksums, engine, generate, worker
+from tests.engine.engines import checksums, engine, generate
 from vllm_sparse_refit import RefitError, SyncConfig, WeightSynchronizer
+from vllm_sparse_refit.apply.writer import WeightWriter
 from vllm_sparse_refit.checksum import checksum_hex
 from vllm_sparse_refit.codec.delta import SparseOperation, TensorDelta
 from vllm_sparse_refit.codec.payload import encode_payload
@@ -259,17 +260,18 @@ def test_two_payloads_for_the_same_elements(sync: WeightSynchronizer, llm: Any) 
 def test_a_commit_that_fails_is_undone(
     sync: WeightSynchronizer, llm: Any, after: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    live = worker(llm).model_runner.get_model()
-    load_weights = type(live).load_weights
+    xor, calls = WeightWriter.xor, itertools.count()
 
-    def half(self: Any, weights: Any) -> Any:
-        load_weights(self, itertools.islice(weights, 6))
-        raise RuntimeError("the disk is on fire")
+    def half(self: WeightWriter, *arguments: Any) -> None:
+        if next(calls) == 6:
+            raise RuntimeError("the disk is on fire")
+        xor(self, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(live), "load_weights", half)
+        patch.setattr(WeightWriter, "xor", half)
         with pytest.raises(RefitError, match="the disk is on fire"):
             sync.sync(after)
+    assert next(calls) > 6
 
 
 def test_other_arguments_of_connect(llm: Any) -> None:
