@@ -112,10 +112,10 @@ def _load_model(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
 def _reload_weights(wrapper: Any, /, *args: Any, **kwargs: Any) -> Any:
     """vLLM's own reload, which must find the layers as they were loaded, and changes the version."""
     from vllm_sparse_refit.apply.cpu_linear import unpacked_cpu_linear
-    from vllm_sparse_refit.worker.extension import RECEIVER_ATTRIBUTE
+    from vllm_sparse_refit.worker.extension import live_receiver
 
     worker = wrapper.worker
-    receiver = getattr(worker, RECEIVER_ATTRIBUTE, None)
+    receiver = live_receiver(worker)
     if receiver is None:
         return worker.reload_weights(*args, **kwargs)
     try:
@@ -158,11 +158,9 @@ def _start_receiver(worker: Any, config: WorkerConfig, observer: Any) -> None:
 
 
 def _close_receiver(worker: Any) -> None:
-    from vllm_sparse_refit.worker.extension import CLOSED, RECEIVER_ATTRIBUTE
-    from vllm_sparse_refit.worker.receiver import Receiver
+    from vllm_sparse_refit.worker.extension import CLOSED, RECEIVER_ATTRIBUTE, live_receiver
 
-    receiver = getattr(worker, RECEIVER_ATTRIBUTE, None)
-    if isinstance(receiver, Receiver):
+    if (receiver := live_receiver(worker)) is not None:
         receiver.close()
         setattr(worker, RECEIVER_ATTRIBUTE, CLOSED)
 

@@ -157,6 +157,16 @@ class VllmSparseDeltaApplier:
 
     # --- checks, before anything is written -------------------------------------------------------
 
+    def check_model(self) -> None:
+        """Check that discovery found nothing that makes every update of this model wrong.
+
+        Raises:
+            UnsupportedModelError: the model has packed layers.
+        """
+        if self.discovery.packed:
+            layer = self.discovery.packed[0]
+            raise UnsupportedModelError(f"layer {layer.module} is packed: {layer.reason}")
+
     def check_delta(self, delta: TensorDelta) -> bool:
         """Check one delta against discovery.
 
@@ -199,9 +209,7 @@ class VllmSparseDeltaApplier:
             UnsupportedModelError: the model has packed layers, aliased tensors would get different
                 bits, or a tensor that must be complete is not.
         """
-        if self.discovery.packed:
-            layer = self.discovery.packed[0]
-            raise UnsupportedModelError(f"layer {layer.module} is packed: {layer.reason}")
+        self.check_model()
         for name, parts in deltas.items():
             _check_spans(name, parts)
             if self.discovery.weights[name].kind in (LoadKind.DENSE, LoadKind.TRANSFORM):

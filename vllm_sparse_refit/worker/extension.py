@@ -25,18 +25,22 @@ RECEIVER_ATTRIBUTE = "_sparse_refit_receiver"
 CLOSED = "closed"
 
 
-def _receiver(worker: Any) -> Receiver:
+def live_receiver(worker: Any) -> Receiver | None:
+    """The worker's receiver; None where the plugin is not enabled or the worker was shut down."""
     receiver = getattr(worker, RECEIVER_ATTRIBUTE, None)
-    if receiver is CLOSED:
+    return receiver if isinstance(receiver, Receiver) else None
+
+
+def _receiver(worker: Any) -> Receiver:
+    if (receiver := live_receiver(worker)) is not None:
+        return receiver
+    if getattr(worker, RECEIVER_ATTRIBUTE, None) is CLOSED:
         raise EngineStateError("this engine was shut down; start another one and connect to it")
-    if receiver is None:
-        raise PluginNotEnabledError(
-            "sparse_refit is installed but not enabled in this engine: name it in VLLM_PLUGINS "
-            '(VLLM_PLUGINS=sparse_refit) or set additional_config={"sparse_refit": {}}, and start '
-            "the engine again"
-        )
-    assert isinstance(receiver, Receiver)
-    return receiver
+    raise PluginNotEnabledError(
+        "sparse_refit is installed but not enabled in this engine: name it in VLLM_PLUGINS "
+        '(VLLM_PLUGINS=sparse_refit) or set additional_config={"sparse_refit": {}}, and start '
+        "the engine again"
+    )
 
 
 def _rpc(method: Callable[..., Reply]) -> Callable[..., Reply]:
@@ -54,7 +58,7 @@ def _rpc(method: Callable[..., Reply]) -> Callable[..., Reply]:
             if not isinstance(error, RefitError):
                 logger.exception("%s failed", method.__name__)
             reply = {"ok": False, "error": text, "error_type": type(error).__name__}
-            if isinstance(receiver := getattr(worker, RECEIVER_ATTRIBUTE, None), Receiver):
+            if (receiver := live_receiver(worker)) is not None:
                 receiver.remember_error(text)
         return reply | {"rank": int(getattr(worker, "rank", -1)), "nonce": nonce}
 

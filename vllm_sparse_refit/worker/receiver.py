@@ -18,7 +18,6 @@ from vllm_sparse_refit.config import WorkerConfig
 from vllm_sparse_refit.errors import (
     PayloadError,
     TransactionError,
-    UnsupportedModelError,
     VersionMismatchError,
 )
 from vllm_sparse_refit.transport.server import ZmqSparseRefitServer
@@ -203,11 +202,7 @@ class Receiver:
                 f"verification_samples must be a whole number of 0 or more, not "
                 f"{verification_samples!r}"
             )
-        found = self._applier.discovery
-        if found.packed:
-            raise UnsupportedModelError(
-                f"layer {found.packed[0].module} is packed: {found.packed[0].reason}"
-            )
+        self._applier.check_model()
         self._end_abandoned(base_digest)
         with self._lock:
             if self._state is not State.IDLE:
