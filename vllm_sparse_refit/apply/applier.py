@@ -17,9 +17,9 @@ from vllm_sparse_refit.apply.elementwise import (
 )
 from vllm_sparse_refit.apply.live_model import LiveModel
 from vllm_sparse_refit.apply.load_mode import LoaderCopy, LoaderWeight, LoadKind
-from vllm_sparse_refit.apply.placement import place
+from vllm_sparse_refit.apply.placement import place, place_run
 from vllm_sparse_refit.apply.processing import PackedLayer, storage_key
-from vllm_sparse_refit.apply.writer import WeightWriter, storage_bits
+from vllm_sparse_refit.apply.writer import WeightWriter, Write, storage_bits
 from vllm_sparse_refit.codec.delta import SparseOperation, TensorDelta
 from vllm_sparse_refit.codec.dtypes import bits_dtype, bits_view, dtype_name
 from vllm_sparse_refit.codec.payload import DecodeLimits, decode_payload
@@ -193,10 +193,10 @@ class VllmSparseDeltaApplier:
         if weight.kind is LoadKind.SKIP:
             # A tied tensor is not written, but must get the values of the one it is tied to.
             return bool(self.discovery.tied.get(delta.name))
-        if weight.kind is not LoadKind.VIEW and delta.operation is SparseOperation.XOR:
+        if weight.kind is not LoadKind.VIEW and delta.operation is not SparseOperation.OVERWRITE:
             raise UnsupportedModelError(
-                f"{delta.name}: the model's loader transforms it, so xor bits mean nothing here; "
-                "send it as overwrite"
+                f"{delta.name}: the model's loader transforms it, so changes of its bits "
+                f"({delta.operation}) mean nothing here; send it as overwrite"
             )
         return True
 
@@ -263,18 +263,18 @@ class VllmSparseDeltaApplier:
 
     def _load(self, names: Sequence[str], deltas: DeltasByName, writer: WeightWriter) -> None:
         """Write plain copies where discovery saw them go, and everything else through the loader."""
-        live, sink = self._live_model(), _SparseWriter(writer)
+        live = self._live_model()
         self._check_not_moved(live)
-        transformed = []
+        transformed, writes = [], list[Write]()
         for name in names:
             weight = self.discovery.weights[name]
-            if weight.kind is not LoadKind.VIEW:
+            if weight.kind is LoadKind.VIEW:
+                writes += (_write(c, delta) for c in weight.copies for delta in deltas[name])
+            else:
                 transformed.append(name)
-                continue
-            for copy in weight.copies:
-                sink.scatter(copy, deltas[name])
+        writer.write(writes)
         if transformed:
-            self._load_natively(live, transformed, deltas, sink)
+            self._load_natively(live, transformed, deltas, _SparseWriter(writer))
 
     def _check_not_moved(self, live: LiveModel) -> None:
         storages = live.watched_storages()
@@ -393,17 +393,6 @@ class _SparseWriter:
         self._writer = writer
         self.copies: dict[str, int] = {}
 
-    def scatter(self, copy: LoaderCopy, deltas: Sequence[TensorDelta]) -> None:
-        """Write deltas through a plain copy, at a cost that grows with what they change."""
-        assert copy.boxes is not None
-        for delta in deltas:
-            selected, positions = place(copy.boxes, delta.locations)
-            bits = delta.values[selected]
-            if delta.operation is SparseOperation.XOR:
-                self._writer.xor(copy.target, positions, bits)
-            else:
-                self._writer.overwrite(copy.target, positions, bits)
-
     def copy(self, weight: LoaderWeight, copy: LoaderCopy) -> None:
         """Write what the loader made of a source that holds the changed elements."""
         self.copies[weight.name] = self.copies.get(weight.name, 0) + 1
@@ -420,6 +409,18 @@ class _SparseWriter:
             # Copies of one tensor may overlap, and the last one counts.
             self._writer.supersede(copy.target, positions)
         self._writer.overwrite(copy.target, positions, bits_view(value)[written])
+
+
+def _write(copy: LoaderCopy, delta: TensorDelta) -> Write:
+    """The write that brings a delta through a plain copy, at a cost that grows with what it changes."""
+    assert copy.boxes is not None
+    storage = storage_bits(copy.target)
+    run = place_run(copy.boxes, delta.locations)
+    if run is None:
+        selected, positions = place(copy.boxes, delta.locations)
+        return Write(storage, delta.operation, positions, delta.values[selected])
+    values = delta.values[run.selected]
+    return Write(storage, delta.operation, run.locations, values, run.stride, run.shift)
 
 
 def _loader_weight(discovery: Discovery, name: str, parts: Sequence[TensorDelta]) -> LoaderWeight:
@@ -459,7 +460,7 @@ def _check_spans(name: str, parts: Sequence[TensorDelta]) -> None:
                 "twice in one transfer; each producer must send its own part of a tensor"
             )
     if len({part.operation for part in parts}) > 1:
-        raise PayloadError(f"{name}: one transfer mixes xor and overwrite for this tensor")
+        raise PayloadError(f"{name}: one transfer mixes operations for this tensor")
 
 
 def _is_complete(parts: Sequence[TensorDelta]) -> bool:

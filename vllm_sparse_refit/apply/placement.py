@@ -88,6 +88,34 @@ class BoxCopy:
         return merged
 
 
+@dataclass(frozen=True, eq=False)
+class PlacedRun:
+    """Canonical positions that fall into one run of consecutive elements.
+
+    ``selected`` is which of them do; their positions in the target storage are
+    ``locations * stride + shift``.
+    """
+
+    selected: slice
+    locations: torch.Tensor | range
+    stride: int
+    shift: int
+
+
+def place_run(copy: BoxCopy, locations: torch.Tensor | range) -> PlacedRun | None:
+    """As :func:`place`, without an array of positions; None if the copy is more than one run.
+
+    One run is the usual case: a whole tensor, a block of its rows, an expert's slice.
+    """
+    axes = copy.axes()
+    if len(axes) != 1 or axes[0][1] != 1:
+        return None
+    selected = slice(*_narrow(locations, copy.source.offset, copy.source.end))
+    stride = axes[0][2]
+    shift = copy.target.offset - stride * copy.source.offset
+    return PlacedRun(selected, locations[selected], stride, shift)
+
+
 def place(
     copy: BoxCopy, locations: torch.Tensor | range
 ) -> tuple[torch.Tensor | slice, torch.Tensor]:
@@ -104,12 +132,6 @@ def place(
     first, last = _narrow(locations, copy.source.offset, copy.source.end)
     rest = _as_int64(locations, first, last)
     axes = copy.axes()
-    if len(axes) == 1 and axes[0][1] == 1:
-        # One run of consecutive elements, the usual case: all that was narrowed to is inside.
-        stride = axes[0][2]
-        if stride != 1:
-            rest *= stride
-        return slice(first, last), rest.add_(copy.target.offset - stride * copy.source.offset)
     rest -= copy.source.offset
     positions = torch.full_like(rest, copy.target.offset)
     inside = torch.ones(rest.numel(), dtype=torch.bool)
