@@ -208,8 +208,10 @@ class VllmSparseDeltaApplier:
                 operation.
             UnsupportedModelError: the model has packed layers, aliased tensors would get different
                 bits, or a tensor that must be complete is not.
+            TransactionError: a parameter has moved since discovery.
         """
         self.check_model()
+        self._check_not_moved(self._live_model())
         for name, parts in deltas.items():
             _check_spans(name, parts)
             if self.discovery.weights[name].kind in (LoadKind.DENSE, LoadKind.TRANSFORM):
@@ -264,7 +266,6 @@ class VllmSparseDeltaApplier:
     def _load(self, names: Sequence[str], deltas: DeltasByName, writer: WeightWriter) -> None:
         """Write plain copies where discovery saw them go, and everything else through the loader."""
         live = self._live_model()
-        self._check_not_moved(live)
         transformed, writes = [], list[Write]()
         for name in names:
             weight = self.discovery.weights[name]

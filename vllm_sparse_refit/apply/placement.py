@@ -3,9 +3,11 @@
 Everything here is pure: tensors are only ever index vectors.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Self
 
+import numpy as np
 import torch
 
 
@@ -68,6 +70,7 @@ class BoxCopy:
     source: Box
     target: Box
 
+    @functools.cached_property
     def axes(self) -> list[tuple[int, int, int]]:
         """``(size, source stride, target stride)``, largest source stride first, neighbours merged.
 
@@ -107,7 +110,7 @@ def place_run(copy: BoxCopy, locations: torch.Tensor | range) -> PlacedRun | Non
 
     One run is the usual case: a whole tensor, a block of its rows, an expert's slice.
     """
-    axes = copy.axes()
+    axes = copy.axes
     if len(axes) != 1 or axes[0][1] != 1:
         return None
     selected = slice(*_narrow(locations, copy.source.offset, copy.source.end))
@@ -131,7 +134,7 @@ def place(
     """
     first, last = _narrow(locations, copy.source.offset, copy.source.end)
     rest = _as_int64(locations, first, last)
-    axes = copy.axes()
+    axes = copy.axes
     rest -= copy.source.offset
     positions = torch.full_like(rest, copy.target.offset)
     inside = torch.ones(rest.numel(), dtype=torch.bool)
@@ -158,7 +161,8 @@ def _narrow(locations: torch.Tensor | range, begin: int, end: int) -> tuple[int,
 
 
 def _count_below(locations: torch.Tensor, bound: int) -> int:
-    return int(torch.searchsorted(locations, torch.tensor(bound, dtype=locations.dtype)))
+    array = locations.numpy()
+    return int(np.searchsorted(array, array.dtype.type(bound)))
 
 
 def _as_int64(locations: torch.Tensor | range, first: int, last: int) -> torch.Tensor:

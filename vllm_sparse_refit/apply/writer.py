@@ -1,7 +1,7 @@
 """The only code that changes weights: element writes that can be verified and undone."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, Self
@@ -68,13 +68,14 @@ class Write:
         plain = (self.stride, self.shift) == (1, 0)
         return locations if plain else locations * self.stride + self.shift
 
-    def picked(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Positions (int64) and bits at a few indices; all on one device."""
+    def every(self, step: int) -> "Write":
+        """The same write, less all but each ``step``-th element."""
         if isinstance(self.locations, range):
-            locations = indices + self.locations.start
+            locations = torch.arange(self.locations.start, self.locations.stop, step)
+            locations = locations.to(self.storage.device)
         else:
-            locations = self.locations[indices].to(torch.int64)
-        return self._positions(locations), self.bits[indices]
+            locations = self.locations[::step]
+        return dataclasses.replace(self, locations=locations, bits=self.bits[::step])
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,17 +141,15 @@ class WeightWriter:
         ]
         # Remembered before anything is written, so that a write that ends half way is undone as well.
         self._undo += undos
-        for count in _in_threads(_do, undos):
-            self.elements_written += count
+        self.elements_written += _in_threads(undos)
         if self._sample_limit:
             self._samples += [self._sample(undo) for undo in undos]
 
     def _sample(self, undo: _Undo) -> _Sample:
-        write = undo.write
-        picked = _spread(len(write.locations), self._sample_limit, write.storage.device)
-        positions, bits = write.picked(picked)
-        before = undo.before[picked]
-        return _Sample(write.storage, positions, combined(write.operation, before, bits))
+        step = -(-len(undo.write.locations) // self._sample_limit)
+        picked = undo.write.every(step)
+        bits = combined(picked.operation, undo.before[::step], picked.bits)
+        return _Sample(picked.storage, picked.positions(), bits)
 
     def overwrite(self, target: torch.Tensor, positions: torch.Tensor, bits: torch.Tensor) -> None:
         """Set the storage of ``target`` to ``bits`` at ``positions`` (int64, distinct, flat)."""
@@ -236,16 +235,23 @@ def _restore(undo: _Undo) -> None:
         undo.write.storage[undo.write.where()] = undo.before
 
 
-def _in_threads(do: Callable[[_Undo], int], undos: Sequence[_Undo]) -> Iterator[int]:
-    """Run ``do`` on each; when this ends or raises, no thread is still at work."""
-    on_host = sum(u.before.numel() for u in undos if u.before.device.type == "cpu")
-    threads = min(on_host // _ELEMENTS_PER_THREAD, torch.get_num_threads(), _MOST_THREADS)
+def _do_all(undos: Sequence[_Undo]) -> int:
+    return sum(map(_do, undos))
+
+
+def _in_threads(undos: Sequence[_Undo]) -> int:
+    """Do all writes, and return how many elements were written.
+
+    When this ends or raises, no thread is still at work.
+    """
+    elements = sum(undo.before.numel() for undo in undos)
+    threads = min(elements // _ELEMENTS_PER_THREAD, torch.get_num_threads(), _MOST_THREADS)
     # A device's work goes to the current stream, which belongs to this thread.
     if threads < 2 or any(undo.before.device.type != "cpu" for undo in undos):
-        yield from map(do, undos)
-        return
+        return _do_all(undos)
+    shares = [undos[first :: 2 * threads] for first in range(2 * threads)]
     with ThreadPoolExecutor(threads, "sparse-refit-write") as pool:
-        yield from pool.map(do, undos)
+        return sum(pool.map(_do_all, shares))
 
 
 def _merged(writes: Sequence[Write]) -> Iterator[Write]:
@@ -282,11 +288,3 @@ def _held_bytes(locations: torch.Tensor | range) -> int:
 
 def _compact(positions: torch.Tensor, storage_elements: int) -> torch.Tensor:
     return positions.to(torch.int32) if storage_elements <= 1 << 31 else positions
-
-
-def _spread(count: int, limit: int, device: torch.device) -> torch.Tensor:
-    """At most ``limit`` indices below ``count``, evenly spread, first and last included."""
-    if count <= limit:
-        return torch.arange(count, device=device)
-    spread = torch.linspace(0, count - 1, limit, dtype=torch.float64, device=device)
-    return spread.round().to(torch.int64)
