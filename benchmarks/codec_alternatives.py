@@ -189,9 +189,9 @@ def study(name: str, elements: int, runs: int) -> None:
     known = list(compressors())
     for layout, pack in LAYOUTS.items():
         streams = pack(changed)
-        whole = sum(
-            entropy(np.frombuffer(s.data, np.uint8)) * len(s.data) for s in streams
-        ) / max(changed.count, 1)
+        whole = sum(entropy(np.frombuffer(s.data, np.uint8)) * len(s.data) for s in streams) / max(
+            changed.count, 1
+        )
         print(f"| {layout} | order-0 of its bytes | {whole:.2f} | | |")
         results = map(functools.partial(measure, changed, layout, streams, runs=runs), known)
         for result in results:
