@@ -92,7 +92,8 @@ def measure(name: str, elements: int, runs: int) -> Figures:
     bodies = codec.encode()
     codec.check(bodies)
     payload_bytes = sum(map(len, bodies))
-    plain = torch_codec.encode(pairs)
+    threads = torch_codec.fastest_threads(pairs, sorted({1, cores()}))
+    plain = torch_codec.encode(pairs, threads)
     return {
         "workload": name,
         "elements": sum(pair.new.numel() for pair in pairs),
@@ -100,7 +101,7 @@ def measure(name: str, elements: int, runs: int) -> Figures:
         "payload_bytes": payload_bytes,
         "payloads": len(bodies),
         **_sizes(changed, payload_bytes, sum(map(len, plain))),
-        **_speeds(codec, bodies, pairs, runs),
+        **_speeds(codec, bodies, pairs, threads, runs),
         **codec_memory.measure(pairs),
         "chunk_bytes": CONFIG.chunk_elements * torch.bfloat16.itemsize,
         "dense_bytes": dense_bytes,
@@ -137,7 +138,9 @@ class _Turn:
     decode: float
 
 
-def _speeds(codec: Codec, bodies: list[bytes], pairs: list[Pair], runs: int) -> Figures:
+def _speeds(
+    codec: Codec, bodies: list[bytes], pairs: list[Pair], torch_threads: int, runs: int
+) -> Figures:
     compared = compare_bound.pieces([bits(pair.old).view("u1") for pair in pairs])
     bound = compare_bound.fastest(compared)
     plain: list[bytes] = []
@@ -148,7 +151,7 @@ def _speeds(codec: Codec, bodies: list[bytes], pairs: list[Pair], runs: int) -> 
         codec.check(encoded)
         time.sleep(_REST_S)
         compare_s = bound.seconds(compared)
-        torch_s, packed = _timed(lambda: torch_codec.encode(pairs))
+        torch_s, packed = _timed(lambda: torch_codec.encode(pairs, torch_threads))
         if packed != plain:
             _check_plain(pairs, packed)
             plain = packed
@@ -167,6 +170,7 @@ def _speeds(codec: Codec, bodies: list[bytes], pairs: list[Pair], runs: int) -> 
         "compare_bound_gbps": speed(lambda t: t.compare),
         "compare_bound_method": bound.name,
         "encode_vs_bound": statistics.median(t.compare / t.encode for t in turns),
+        "torch_threads": torch_threads,
         "torch_encode_gbps": speed(lambda t: t.torch_encode),
         "encode_vs_torch": statistics.median(t.torch_encode / t.encode for t in turns),
         "decode_gbps": speed(lambda t: t.decode) if bodies else None,

@@ -1,8 +1,11 @@
 """The plain way to find and pack changes, to measure the codec against.
 
-``ne``, ``nonzero``, gathers, differences and xor in torch, with all its threads; then 16-bit gaps and
-xor values one after the other under zstd level 1, a frame a tensor.
+``ne``, ``nonzero``, gathers, differences and xor in torch; then 16-bit gaps and xor values one after
+the other under zstd level 1, a frame a tensor.
 """
+
+import time
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -13,10 +16,29 @@ from benchmarks.workloads import Pair
 _WIDTH_OF_GAPS = {2: torch.int16, 4: torch.int32}
 
 
-def encode(pairs: list[Pair]) -> list[bytes]:
+def encode(pairs: list[Pair], threads: int) -> list[bytes]:
     """The changes of each tensor, compressed; of a tensor without any, no bytes at all."""
-    compressor = zstandard.ZstdCompressor(level=1)
-    return [_encode(pair, compressor) for pair in pairs]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        compressor = zstandard.ZstdCompressor(level=1)
+        return [_encode(pair, compressor) for pair in pairs]
+    finally:
+        torch.set_num_threads(before)
+
+
+def fastest_threads(pairs: list[Pair], candidates: Sequence[int]) -> int:
+    """How many threads serve best here and now; more are slower where cores are taken."""
+
+    def seconds(threads: int) -> float:
+        started = time.perf_counter()
+        encode(pairs, threads)
+        return time.perf_counter() - started
+
+    # The best of two turns; the first also touches memory for the first time.
+    turns = [[seconds(threads) for threads in candidates] for _ in range(2)]
+    best = [min(own) for own in zip(*turns, strict=True)]
+    return candidates[best.index(min(best))]
 
 
 def _encode(pair: Pair, compressor: zstandard.ZstdCompressor) -> bytes:
