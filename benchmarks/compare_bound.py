@@ -74,7 +74,7 @@ def fastest(compared: Sequence[Piece]) -> Method:
     """The method with the best median here and now."""
     methods = [
         Method(f"{name}, {threads} thread{'s' * (threads > 1)}", is_equal, threads)
-        for name, is_equal in _WAYS.items()
+        for name, is_equal in WAYS.items()
         for threads in THREADS
     ]
     # One probe of each in turn, so that a noisy moment hits all of them.
@@ -117,7 +117,7 @@ def _wide(array: Bytes) -> npt.NDArray[Any]:
     return array.view(np.int64) if array.size % 8 == 0 else array
 
 
-_WAYS: dict[str, IsEqual] = {
+WAYS: dict[str, IsEqual] = {
     "memcmp": _by_memcmp,
     "numpy.not_equal in blocks": _by_numpy_not_equal,
     "numpy.array_equal in blocks": _by_numpy_array_equal,

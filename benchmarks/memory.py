@@ -10,7 +10,8 @@ class PeakMemory:
     """How far the resident memory of a process rises from now on.
 
     The kernel's mark ``VmHWM`` counts pages that were touched, of Python and native code alike, and
-    unlike sampling it cannot miss a peak.
+    unlike sampling it cannot miss a peak. Each core counts some pages before it adds them up, so readings
+    are right to about a quarter of a MiB.
     """
 
     def __init__(self, process_id: int | None = None) -> None:

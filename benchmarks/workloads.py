@@ -15,7 +15,6 @@ import numpy.typing as npt
 import torch
 
 ELEMENTS = 1 << 26
-_VOCABULARY = 16384
 _LAYERS = 6
 
 U16 = npt.NDArray[np.uint16]
@@ -118,7 +117,8 @@ def adamw(elements: int) -> list[Pair]:
     from benchmarks.checkpoints import LlamaShape, train_pair
     from vllm_sparse_refit.trainer.weights import named_weights
 
-    shape = LlamaShape(*_llama_size(elements), layers=_LAYERS, vocabulary=_VOCABULARY)
+    size = _llama_size(elements)
+    shape = LlamaShape(size.hidden, size.feed_forward, _LAYERS, size.vocabulary)
     with tempfile.TemporaryDirectory(prefix="codec-benchmark-") as folder:
         before, after = Path(folder, "before"), Path(folder, "after")
         with _one_thread():
@@ -144,20 +144,33 @@ def _weights(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor
     return weights.add_(1) if len(shape) == 1 else weights
 
 
-def _llama_size(elements: int) -> tuple[int, int]:
-    """The least hidden size of full heads that reaches ``elements``, and the feed-forward size."""
+@dataclass(frozen=True)
+class _Size:
+    hidden: int
+    feed_forward: int
+    vocabulary: int
+
+    @property
+    def elements(self) -> int:
+        layer = 4 * self.hidden**2 + 3 * self.hidden * self.feed_forward + 2 * self.hidden
+        return 2 * self.vocabulary * self.hidden + _LAYERS * layer + self.hidden
+
+
+def _llama_size(elements: int) -> _Size:
+    """The narrowest of full heads, and of usual proportions, that reaches ``elements``."""
+    vocabulary = max(256, elements >> 12)
     for hidden in itertools.count(64, 64):
-        feed_forward = -(-hidden * 8 // 3 // 64) * 64
-        layer = 4 * hidden**2 + 3 * hidden * feed_forward + 2 * hidden
-        if 2 * _VOCABULARY * hidden + _LAYERS * layer + hidden >= elements:
-            return hidden, feed_forward
+        size = _Size(hidden, -(-hidden * 8 // 3 // 64) * 64, vocabulary)
+        if size.elements >= elements:
+            return size
     raise AssertionError("unreachable")
 
 
 def llama_shapes(elements: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and shapes of a Llama of at least ``elements`` elements."""
-    hidden, feed_forward = _llama_size(elements)
-    yield "model.embed_tokens.weight", (_VOCABULARY, hidden)
+    size = _llama_size(elements)
+    hidden, feed_forward = size.hidden, size.feed_forward
+    yield "model.embed_tokens.weight", (size.vocabulary, hidden)
     for number in range(_LAYERS):
         layer = f"model.layers.{number}"
         for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
@@ -168,7 +181,7 @@ def llama_shapes(elements: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{layer}.input_layernorm.weight", (hidden,)
         yield f"{layer}.post_attention_layernorm.weight", (hidden,)
     yield "model.norm.weight", (hidden,)
-    yield "lm_head.weight", (_VOCABULARY, hidden)
+    yield "lm_head.weight", (size.vocabulary, hidden)
 
 
 WORKLOADS: dict[str, Callable[[int], list[Pair]]] = {
