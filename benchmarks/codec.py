@@ -92,8 +92,8 @@ def measure(name: str, elements: int, runs: int) -> Figures:
     bodies = codec.encode()
     codec.check(bodies)
     payload_bytes = sum(map(len, bodies))
+    plain = torch_codec.encode(pairs, cores())
     threads = torch_codec.fastest_threads(pairs, sorted({1, cores()}))
-    plain = torch_codec.encode(pairs, threads)
     return {
         "workload": name,
         "elements": sum(pair.new.numel() for pair in pairs),

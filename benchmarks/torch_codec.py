@@ -56,14 +56,15 @@ def decode_into(encoded: bytes, olds: Sequence[torch.Tensor]) -> None:
 
 
 def fastest_threads(pairs: list[Pair], candidates: Sequence[int]) -> int:
-    """How many threads serve best here and now; more are slower where cores are taken."""
+    """How many threads serve best here and now; more are slower where cores are taken.
+
+    One try each: encode once before, or the first one pays for touching memory.
+    """
 
     def seconds(threads: int) -> float:
         started = time.perf_counter()
         encode(pairs, threads)
         return time.perf_counter() - started
 
-    # The best of two turns; the first also touches memory for the first time.
-    turns = [[seconds(threads) for threads in candidates] for _ in range(2)]
-    best = [min(own) for own in zip(*turns, strict=True)]
-    return candidates[best.index(min(best))]
+    times = [seconds(threads) for threads in candidates]
+    return candidates[times.index(min(times))]
