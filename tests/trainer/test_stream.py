@@ -3,6 +3,7 @@
 import contextlib
 import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +35,7 @@ from vllm_sparse_refit.errors import (
 )
 from vllm_sparse_refit.trainer.baseline import DeltaCompressionTracker, SparsePayload
 from vllm_sparse_refit.trainer.exported import ExportedTensor
+from vllm_sparse_refit.trainer.ordered_pool import OrderedPool
 from vllm_sparse_refit.trainer.stream import _Pipeline, stream_sparse_delta_payloads_via_zmq
 
 THREADS = "sparse-refit-stream"
@@ -73,12 +75,12 @@ class FakeTracker:
                 tensor.reshape(-1),
             )
 
-    def encode_exported(
+    def submit_exported(
         self, exports: Iterable[ExportedTensor]
-    ) -> Generator[SparsePayload, None, None]:
+    ) -> Generator[Future[SparsePayload], None, None]:
         deltas = (delta for one in exports for delta in self.compare(one.name, one.tensor))
-        for batch in batch_deltas(deltas, self.payload_bytes):
-            yield self.encode(batch)
+        with OrderedPool(1, "sparse-refit-encode") as pool:
+            yield from pool.submit(self.encode, batch_deltas(deltas, self.payload_bytes))
 
     def encode(self, deltas: Sequence[TensorDelta]) -> SparsePayload:
         self.encoded += 1
@@ -318,8 +320,9 @@ def test_a_slow_target_slows_the_export(depth: int) -> None:
             pulled.append(name)
             yield name, tensor
 
-    # Held by the sender, its queue and the encoder; then by the queue of tensors and the export.
-    most_encoded = 1 + depth + 1
+    # Held by the sender, its queue and what numbers them; then by the queue of payloads and the
+    # comparison; then by the queue of tensors and the export.
+    most_encoded = 1 + depth + 1 + depth + 1
     most_pulled = most_encoded + depth + 1
     with serving(gate) as (server, slow), serving(fast) as (_, quick):
         streaming = Background(

@@ -3,6 +3,7 @@
 import functools
 import threading
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final
 
@@ -315,17 +316,30 @@ class DeltaCompressionTracker:
             BaselineError: there is no baseline.
             TensorMismatchError: as :meth:`compare`, or a tensor was written to meanwhile.
         """
-        return self.encode_exported(ExportedTensor.of(*pair) for pair in weights)
+        with self._pool() as pool:
+            batches = self._batches(pool, (ExportedTensor.of(*pair) for pair in weights))
+            yield from pool.map(self.encode, batches)
 
-    def encode_exported(
+    def submit_exported(
         self, exports: Iterable[ExportedTensor]
-    ) -> Generator[SparsePayload, None, None]:
-        """As :meth:`prepare_sparse_delta_payload`, for tensors that another thread exported."""
-        threads = self._config.threads or default_threads()
-        with OrderedPool(threads, "sparse-refit-encode") as pool:
-            groups = pool.map(run_all, grouped(self._all_comparisons(exports)))
-            deltas = (delta for group in groups for delta in group)
-            yield from pool.map(self.encode, batch_deltas(deltas, self._config.payload_bytes))
+    ) -> Generator[Future[SparsePayload], None, None]:
+        """As :meth:`prepare_sparse_delta_payload`, for tensors that another thread exported.
+
+        Yields each payload while it is still being encoded. How many may wait is the caller's to bound.
+        If the iterator is closed before its end, those not yet begun are cancelled.
+        """
+        with self._pool() as pool:
+            yield from pool.submit(self.encode, self._batches(pool, exports))
+
+    def _pool(self) -> OrderedPool:
+        return OrderedPool(self._config.threads or default_threads(), "sparse-refit-encode")
+
+    def _batches(
+        self, pool: OrderedPool, exports: Iterable[ExportedTensor]
+    ) -> Iterator[list[TensorDelta]]:
+        groups = pool.map(run_all, grouped(self._all_comparisons(exports)))
+        deltas = (delta for group in groups for delta in group)
+        return batch_deltas(deltas, self._config.payload_bytes)
 
     def _all_comparisons(self, exports: Iterable[ExportedTensor]) -> Iterator[Comparison]:
         copier = HostCopier()

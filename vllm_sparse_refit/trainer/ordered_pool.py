@@ -1,4 +1,4 @@
-"""Threads that work through a stream of items and return the results in its order."""
+"""Threads that work through a stream of items while the results are used in its order."""
 
 import collections
 import os
@@ -19,7 +19,10 @@ def default_threads() -> int:
 
 
 class OrderedPool:
-    """A bounded pool; leaving the ``with`` block waits for what is running and drops the rest.
+    """A bounded pool of threads.
+
+    Leaving the ``with`` block waits for all that was submitted; an exception drops what is not yet
+    running, whose futures are cancelled.
 
     Args:
         threads: At least 1.
@@ -47,13 +50,23 @@ class OrderedPool:
         while waiting:
             yield waiting.popleft().result()
 
+    def submit(
+        self, function: Callable[[Item], Result], items: Iterable[Item]
+    ) -> Iterator[Future[Result]]:
+        """As :meth:`map`, but yields each future as soon as its item was pulled.
+
+        How far the items run ahead of the results is the caller's to bound.
+        """
+        for item in items:
+            yield self._executor.submit(function, item)
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self,
-        _type: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         _error: BaseException | None,
         _traceback: TracebackType | None,
     ) -> None:
-        self._executor.shutdown(wait=True, cancel_futures=True)
+        self._executor.shutdown(wait=True, cancel_futures=error_type is not None)
