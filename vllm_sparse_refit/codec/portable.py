@@ -15,6 +15,7 @@ _BLOCK_BYTES: Final = 1 << 18
 _FLAGS: Final = 8
 _ESCAPED_GAP: Final = 255
 _ESCAPED_NIBBLE: Final = 15
+_U64: Final = np.uint64
 
 
 def find_changes(  # noqa: PLR0917 - called as the compiled one is
@@ -154,6 +155,39 @@ def scatter(  # noqa: PLR0917
         target[where] = old + values
     else:
         target[where] = values
+
+
+def digest_run(bits: _Array, begin: int, /) -> tuple[int, int]:
+    low = high = 0
+    for at in range(0, bits.size, _BLOCK_BYTES):
+        block = bits[at : at + _BLOCK_BYTES]
+        locations = np.arange(begin + at, begin + at + block.size, dtype=np.int64)
+        sums = digest_places(block, locations)
+        low, high = low + sums[0], high + sums[1]
+    return low % (1 << 64), high % (1 << 64)
+
+
+def digest_places(bits: _Array, locations: _Array, /) -> tuple[int, int]:
+    where = locations.astype(np.int64, copy=False).view(np.uint64)
+    what = _unsigned(bits).astype(np.uint64)
+    low, high = (
+        _mix(where * a + what * b + c).sum(dtype=np.uint64)
+        for a, b, c in (
+            (_U64(0x9E3779B97F4A7C15), _U64(0xC2B2AE3D27D4EB4F), _U64(0x165667B19E3779F9)),
+            (_U64(0x85EBCA77C2B2AE63), _U64(0xFF51AFD7ED558CCD), _U64(0x27D4EB2F165667C5)),
+        )
+    )
+    return int(low), int(high)
+
+
+def _mix(x: _Array) -> _Array:
+    half = _U64(32)
+    x ^= x >> half
+    x *= _U64(0xD6E8FEB86659FD93)
+    x ^= x >> half
+    x *= _U64(0xD6E8FEB86659FD93)
+    x ^= x >> half
+    return x
 
 
 def _unsigned(array: _Array) -> _Array:

@@ -82,6 +82,13 @@ class _Routing:
     dense: frozenset[str] = frozenset()
 
 
+def _synchronize(entries: Iterable[_Entry]) -> None:
+    """Wait for what was written to a baseline on a device: comparing runs on other streams."""
+    for device in {entry.bits.device for entry in entries}:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+
+
 def _some(names: Sequence[str]) -> str:
     rest = len(names) - _NAMES_SHOWN
     return ", ".join(names[:_NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
@@ -140,6 +147,7 @@ class DeltaCompressionTracker:
             raise
         if not self._entries:
             raise BaselineError("the snapshot holds no tensor at all; is it an exhausted iterator?")
+        _synchronize(self._entries.values())
         self._unusable = None
 
     def _copy(self, name: str, tensor: torch.Tensor) -> _Entry:
@@ -398,9 +406,7 @@ class DeltaCompressionTracker:
                 limits = DecodeLimits(len(body), payload_decoded_bytes(body))
                 for delta in decode_payload(body, limits):
                     apply_delta(delta, entries[delta.name].bits)
-            if self._config.baseline_on_device:
-                # Comparing runs on other streams.
-                torch.accelerator.synchronize()
+            _synchronize(entries.values())
         except BaseException as error:
             self._unusable = (
                 "the last sync's changes were written to it only in part "

@@ -68,7 +68,9 @@ def chunks(tensor: torch.Tensor, elements: int) -> Iterator[torch.Tensor]:
 
 def _pieces(bits: torch.Tensor, elements: int) -> Iterator[torch.Tensor]:
     if bits.is_contiguous():
-        yield from torch.split(bits.view(-1), elements)
+        flat = bits.view(-1)
+        for begin in range(0, flat.numel(), elements):
+            yield flat[begin : begin + elements]
     elif bits.numel() <= elements:
         yield bits.reshape(-1)
     elif rows := elements // (bits.numel() // bits.shape[0]):
