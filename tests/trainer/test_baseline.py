@@ -542,10 +542,10 @@ def test_the_baseline_lives_in_files_until_closed(folder: Path) -> None:
     tracker = DeltaCompressionTracker(config=SyncConfig(baseline_dir=folder))
     weights = make_weights()
     tracker.snapshot_baseline(weights.items())
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = sorted(folder.rglob("*.bits"))
     filled = [tensor for tensor in weights.values() if tensor.numel()]
     assert [file.stat().st_size for file in files] == [tensor.nbytes for tensor in filled]
-    assert all(file.suffix == ".bits" and file.parent.parent == folder for file in files)
+    assert all(file.parent == tracker.folder and file.parent.parent == folder for file in files)
     assert files[0].read_bytes() == bits_view(weights["embed"]).numpy().tobytes()
     new = changed(weights)
     export(tracker, new)
@@ -587,3 +587,112 @@ def test_a_full_disk_is_an_error_at_the_snapshot(
     with pytest.raises(BaselineError, match=r"No space left on device.*baseline_dir"):
         tracker.snapshot_baseline([("w", torch.zeros(10))])
     assert list(folder.iterdir()) == []
+
+
+# Files that outlive their process
+
+
+def reopened(folder: Path | None) -> tuple[DeltaCompressionTracker, str]:
+    assert folder is not None
+    tracker = DeltaCompressionTracker(config=SyncConfig(chunk_elements=64))
+    return tracker, tracker.reopen_baseline(folder)
+
+
+@pytest.fixture
+def left(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A baseline that was moved twice and then left by its process, and what it holds."""
+    tracker = DeltaCompressionTracker(config=SyncConfig(baseline_dir=folder, chunk_elements=64))
+    weights = make_weights()
+    tracker.snapshot_baseline(weights.items())
+    tracker.annotate("start")
+    for step in range(2):
+        weights = changed(weights)
+        export(tracker, weights)
+        tracker.on_sync_succeeded(f"step {step}")
+    path = tracker.folder
+    assert path is not None
+    tracker.close(keep=True)
+    return path, weights
+
+
+def test_another_process_takes_the_files_over(left: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    path, weights = left
+    tracker, note = reopened(path)
+    assert note == "step 1"
+    assert tracker.state_dict_info == {n: (tuple(t.shape), t.dtype) for n, t in weights.items()}
+    assert export(tracker, weights) == []
+    tracker.on_sync_failed()
+    new = changed(weights)
+    assert export(tracker, new)
+    tracker.on_sync_succeeded()
+    tracker.close(keep=True)
+    again, note = reopened(path)
+    assert note == "step 1"
+    assert export(again, new) == []
+    again.close()
+    assert not path.exists()
+
+
+def test_files_of_a_process_that_died_while_changing_them_are_refused(
+    left: tuple[Path, dict[str, torch.Tensor]],
+) -> None:
+    path, _ = left
+    (path / "index.json").unlink()  # what a move does first
+    with pytest.raises(BaselineError, match=r"has no index.*snapshot the weights"):
+        reopened(path)
+    assert list(path.glob("*.bits"))
+
+
+def test_a_move_that_fails_leaves_no_index(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = DeltaCompressionTracker(config=SyncConfig(baseline_dir=folder))
+    tracker.snapshot_baseline([("w", torch.zeros(100))])
+    export(tracker, {"w": torch.ones(100)})
+
+    def fail(*_: object) -> None:
+        raise OSError("input/output error")
+
+    monkeypatch.setattr("vllm_sparse_refit.trainer.baseline.apply_delta", fail)
+    tracker.on_sync_succeeded()
+    path = tracker.folder
+    with pytest.raises(BaselineError, match="only in part"):
+        tracker.settle()
+    tracker.close(keep=True)
+    with pytest.raises(BaselineError, match="has no index"):
+        reopened(path)
+
+
+@pytest.mark.parametrize("size", [0, 3, -1])
+def test_files_that_are_not_what_was_written_are_refused(
+    left: tuple[Path, dict[str, torch.Tensor]], size: int
+) -> None:
+    path, _ = left
+    bits = sorted(path.glob("*.bits"))[0]
+    data = bytearray(bits.read_bytes())
+    if size < 0:
+        data[17] ^= 4
+    else:
+        data = data[:size]
+    bits.write_bytes(data)
+    with pytest.raises(BaselineError, match=r"are not those of its index|bytes, not"):
+        reopened(path)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"format": "other", "tensors": []}'])
+def test_an_index_that_is_none_is_refused(
+    left: tuple[Path, dict[str, torch.Tensor]], text: str
+) -> None:
+    path, _ = left
+    (path / "index.json").write_text(text)
+    with pytest.raises(BaselineError, match="cannot be read"):
+        reopened(path)
+
+
+def test_files_in_use_are_refused(folder: Path) -> None:
+    tracker = DeltaCompressionTracker(config=SyncConfig(baseline_dir=folder))
+    tracker.snapshot_baseline([("w", torch.zeros(100))])
+    with pytest.raises(BaselineError, match="in use by another process"):
+        reopened(tracker.folder)
+    assert export(tracker, {"w": torch.zeros(100)}) == []
+    tracker.close()
+    with pytest.raises(BaselineError, match="it is no folder"):
+        reopened(folder / "none")

@@ -1,10 +1,13 @@
 """The baseline: the trainer's copy of the bits that the engines hold, and the deltas against it."""
 
+import dataclasses
 import functools
+import os
 import threading
-from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -16,6 +19,7 @@ from vllm_sparse_refit.codec.delta import (
     apply_delta,
     changed_elements,
 )
+from vllm_sparse_refit.codec.digest import BitsDigest
 from vllm_sparse_refit.codec.dtypes import bits_dtype
 from vllm_sparse_refit.codec.payload import (
     DecodeLimits,
@@ -33,7 +37,7 @@ from vllm_sparse_refit.errors import (
     TensorMismatchError,
     UnsupportedModelError,
 )
-from vllm_sparse_refit.trainer.baseline_files import MappedFiles
+from vllm_sparse_refit.trainer.baseline_files import MappedFiles, MappedTensor
 from vllm_sparse_refit.trainer.comparison import (
     Comparison,
     comparisons,
@@ -68,11 +72,15 @@ class SparsePayload:
 
 @dataclass(frozen=True, eq=False)
 class _Entry:
-    """One tensor of the baseline; ``bits`` is 1-D, contiguous, owned by the baseline."""
+    """One tensor of the baseline.
+
+    ``bits`` is 1-D, contiguous, owned by the baseline; ``digest`` is theirs, if they are in a file.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     bits: torch.Tensor
+    digest: BitsDigest | None = None
 
 
 @dataclass(frozen=True)
@@ -87,6 +95,27 @@ def _synchronize(entries: Iterable[_Entry]) -> None:
     for device in {entry.bits.device for entry in entries}:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
+
+
+def _digest(bits: torch.Tensor) -> BitsDigest:
+    return BitsDigest.of(bits, range(bits.numel()))
+
+
+def _moved(entry: _Entry, delta: TensorDelta) -> _Entry:
+    """The entry with a delta written into its bits, and the digest that goes with them."""
+    if entry.digest is None:
+        apply_delta(delta, entry.bits)
+        return entry
+    digest = entry.digest - _digest_at(entry.bits, delta)
+    apply_delta(delta, entry.bits)
+    return dataclasses.replace(entry, digest=digest + _digest_at(entry.bits, delta))
+
+
+def _digest_at(bits: torch.Tensor, delta: TensorDelta) -> BitsDigest:
+    locations = delta.locations
+    if isinstance(locations, range):
+        return BitsDigest.of(bits[locations.start : locations.stop], locations)
+    return BitsDigest.of(bits.index_select(0, locations), locations)
 
 
 def _some(names: Sequence[str]) -> str:
@@ -111,12 +140,14 @@ class DeltaCompressionTracker:
         Args:
             config: ``chunk_elements``, ``payload_bytes``, ``threads``, ``baseline_dir`` and
                 ``baseline_on_device`` are used. With a ``baseline_dir`` the baseline lives in
-                memory-mapped files below it.
+                memory-mapped files in a folder of its own below it (:attr:`folder`), which another
+                process can :meth:`reopen_baseline` if this one dies.
         """
         self._config = config
         self._routing = _Routing()
         self._entries: dict[str, _Entry] = {}
         self._files: MappedFiles | None = None
+        self._note = ""
         self._unusable: str | None = _NO_SNAPSHOT
         self._mover: threading.Thread | None = None
         self._lock = threading.Lock()  # Owns the three below: the state of the running sync.
@@ -137,7 +168,7 @@ class DeltaCompressionTracker:
         self._give_up("the last snapshot failed half way")
         try:
             if self._config.baseline_dir is not None:
-                self._files = MappedFiles(self._config.baseline_dir)
+                self._files = MappedFiles.create(self._config.baseline_dir)
             for name, tensor in weights:
                 if name in self._entries:
                     raise BaselineError(f"the snapshot holds {name!r} twice; give each tensor once")
@@ -149,6 +180,69 @@ class DeltaCompressionTracker:
             raise BaselineError("the snapshot holds no tensor at all; is it an exhausted iterator?")
         _synchronize(self._entries.values())
         self._unusable = None
+        self.annotate("")
+
+    @property
+    def folder(self) -> Path | None:
+        """Where the baseline's files are, None for one in memory."""
+        return None if self._files is None else self._files.folder
+
+    def annotate(self, note: str) -> None:
+        """Keep a text with a baseline in files, for whoever reopens it; nothing for one in memory.
+
+        Raises:
+            BaselineError: there is no baseline, or the text cannot be written.
+        """
+        self._usable()
+        self._note = note
+        self._write_index(self._entries)
+
+    def _write_index(self, entries: Mapping[str, _Entry]) -> None:
+        if self._files is None:
+            return
+        tensors = [
+            MappedTensor(name, entry.shape, entry.dtype, entry.bits, entry.digest or BitsDigest())
+            for name, entry in entries.items()
+        ]
+        self._files.write_index(tensors, self._note)
+
+    def reopen_baseline(self, folder: str | os.PathLike[str]) -> str:
+        """Take over the baseline in files that another process left; it replaces any earlier one.
+
+        Every tensor is read once and compared with its digest.
+
+        Args:
+            folder: What :attr:`folder` was there.
+
+        Returns:
+            The text that was last given to :meth:`annotate` or :meth:`on_sync_succeeded`.
+
+        Raises:
+            BaselineError: another process holds it, its last change did not end, or a file is not what
+                the index says. There is no baseline then, and the folder is left as it is.
+        """
+        self._give_up("the last baseline could not be reopened")
+        if not Path(folder).is_dir():
+            raise BaselineError(f"there is no baseline in {str(folder)!r}: it is no folder")
+        files = MappedFiles(Path(folder))
+        try:
+            tensors, note = files.read()
+            with self._pool() as pool:
+                for tensor, digest in zip(
+                    tensors, pool.map(_digest, (t.bits for t in tensors)), strict=True
+                ):
+                    if digest != tensor.digest:
+                        raise BaselineError(
+                            f"the bits of {tensor.name!r} in {str(folder)!r} are not those of its index; "
+                            "snapshot the weights that the engines hold"
+                        )
+        except BaseException:
+            files.close(keep=True)
+            raise
+        self._files, self._note = files, note
+        self._entries = {t.name: _Entry(t.shape, t.dtype, t.bits, t.digest) for t in tensors}
+        self._unusable = None
+        return note
 
     def _copy(self, name: str, tensor: torch.Tensor) -> _Entry:
         if tensor.layout is not torch.strided or tensor.is_meta:
@@ -166,7 +260,8 @@ class DeltaCompressionTracker:
         for chunk in chunks(tensor, self._config.chunk_elements):
             bits[at : at + chunk.numel()] = chunk
             at += chunk.numel()
-        return _Entry(tuple(tensor.shape), tensor.dtype, bits)
+        digest = None if self._files is None else _digest(bits)
+        return _Entry(tuple(tensor.shape), tensor.dtype, bits, digest)
 
     def _allocate(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if self._files is not None:
@@ -371,16 +466,20 @@ class DeltaCompressionTracker:
                 "export every tensor of the snapshot"
             )
 
-    def on_sync_succeeded(self) -> None:
+    def on_sync_succeeded(self, note: str | None = None) -> None:
         """The engines hold what was sent: move the baseline there.
 
         Returns at once; the baseline is brought up in a thread, and whatever needs it next waits.
+
+        Args:
+            note: As for :meth:`annotate`, kept from when the baseline has moved; None keeps the last.
 
         Raises:
             BaselineError: there is no baseline.
         """
         entries = self._usable()
         pending = self._end_sync()
+        self._note = self._note if note is None else note
         mover = threading.Thread(
             target=self._move, args=(entries, pending), name="sparse-refit-baseline"
         )
@@ -402,11 +501,14 @@ class DeltaCompressionTracker:
 
     def _move(self, entries: dict[str, _Entry], pending: list[bytes]) -> None:
         try:
+            if self._files is not None:
+                self._files.remove_index()
             for body in pending:
                 limits = DecodeLimits(len(body), payload_decoded_bytes(body))
                 for delta in decode_payload(body, limits):
-                    apply_delta(delta, entries[delta.name].bits)
+                    entries[delta.name] = _moved(entries[delta.name], delta)
             _synchronize(entries.values())
+            self._write_index(entries)
         except BaseException as error:
             self._unusable = (
                 "the last sync's changes were written to it only in part "
@@ -417,9 +519,13 @@ class DeltaCompressionTracker:
         """Nothing was committed: forget the payloads. The baseline stays as it is."""
         self._end_sync()
 
-    def close(self) -> None:
-        """Give up the baseline and remove its files. May be called more than once."""
-        self._give_up("the tracker was closed")
+    def close(self, *, keep: bool = False) -> None:
+        """Give up the baseline and remove its files. May be called more than once.
+
+        Args:
+            keep: Leave the files to be reopened.
+        """
+        self._give_up("the tracker was closed", keep=keep)
 
     def _usable(self) -> dict[str, _Entry]:
         if self._mover is not None:
@@ -438,15 +544,15 @@ class DeltaCompressionTracker:
             self._sync += 1
         return pending
 
-    def _give_up(self, why: str) -> None:
+    def _give_up(self, why: str, *, keep: bool = False) -> None:
         if self._mover is not None:
             self._mover.join()
         self._unusable = why
         self._end_sync()
-        self._release()
+        self._release(keep=keep)
 
-    def _release(self) -> None:
+    def _release(self, *, keep: bool = False) -> None:
         self._entries = {}
         if self._files is not None:
-            self._files.close()
+            self._files.close(keep=keep)
             self._files = None
