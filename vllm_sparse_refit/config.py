@@ -126,7 +126,7 @@ class SyncConfig:
     timeout_s: float = 30.0
     retries: int = 2
     chunk_elements: int = 2 * MIB
-    payload_bytes: int = 1 * MIB
+    payload_bytes: int = MIB // 2
     threads: int | None = None
     queue_depth: int = 2
     verification_samples: int = 64

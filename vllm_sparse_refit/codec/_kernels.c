@@ -540,6 +540,53 @@ static PyObject *unzigzag(PyObject *self, PyObject *args) {
   return result;
 }
 
+/* --- code_changes --------------------------------------------------------------------------------- */
+
+/* All steps of a chunk without taking the interpreter lock in between: each time it is taken, another
+ * thread may have to be waited for. */
+static PyObject *code_changes(PyObject *self, PyObject *args) {
+  Py_buffer b[8] = {{0}};
+  int operation;
+  long long begin;
+  if (!PyArg_ParseTuple(args, "y*y*iLw*w*w*w*w*w*", &b[0], &b[1], &operation, &begin, &b[2], &b[3], &b[4],
+                        &b[5], &b[6], &b[7])) {
+    release(b, 8);
+    return NULL;
+  }
+  PyObject *result = NULL;
+  Py_ssize_t width = b[0].itemsize, n = items(&b[0]);
+  if (!is_integer_width(width) || b[1].itemsize != width || b[3].itemsize != width ||
+      b[7].itemsize != width || b[1].len != b[0].len)
+    refuse("the two arrays, values and escapes must have one width and the arrays one length");
+  else if ((b[2].itemsize != 4 && b[2].itemsize != 8) || items(&b[2]) < n || items(&b[3]) < n ||
+           items(&b[7]) < n)
+    refuse("locations must be int32 or int64, and all outputs as long as the arrays");
+  else if (b[4].itemsize != 1 || b[5].itemsize != 8 || b[6].itemsize != 1 || items(&b[4]) < n ||
+           items(&b[5]) < n || items(&b[6]) < (n + 1) / 2)
+    refuse("gaps and nibbles must be uint8, wide gaps uint64, and all outputs long enough");
+  else if (operation < XOR || operation > ADD)
+    refuse("unknown operation");
+  else if (begin < 0 || begin > (b[2].itemsize == 4 ? (int64_t)INT32_MAX : INT64_MAX) - n + (n > 0))
+    refuse("the locations do not fit their dtype");
+  else {
+    Py_ssize_t found, wide = 0, escaped = 0;
+    Py_BEGIN_ALLOW_THREADS
+    found = finds[log2_width(width)][b[2].itemsize == 8](b[0].buf, b[1].buf, n, operation, begin, b[2].buf,
+                                                         b[3].buf);
+    if (found > 0) {
+      wide = b[2].itemsize == 4 ? write_gaps_32(b[2].buf, found, b[4].buf, b[5].buf)
+                                : write_gaps_64(b[2].buf, found, b[4].buf, b[5].buf);
+      if (operation == ADD) BY_WIDTH(width, zigzag, b[3].buf, found, b[3].buf);
+      if (operation != OVERWRITE)
+        BY_WIDTH(width, escaped = write_nibbles, b[3].buf, found, b[6].buf, b[7].buf);
+    }
+    Py_END_ALLOW_THREADS
+    result = Py_BuildValue("nnn", found, wide, escaped);
+  }
+  release(b, 8);
+  return result;
+}
+
 /* --- scatter -------------------------------------------------------------------------------------- */
 
 #define DEFINE_SCATTER(BITS, T, LBITS, L)                                                             \
@@ -735,6 +782,7 @@ static PyObject *py_instructions(PyObject *self, PyObject *args) { return PyUnic
 
 static PyMethodDef methods[] = {
     {"find_changes", find_changes, METH_VARARGS, NULL},
+    {"code_changes", code_changes, METH_VARARGS, NULL},
     {"write_gaps", write_gaps, METH_VARARGS, NULL},
     {"read_gaps", read_gaps, METH_VARARGS, NULL},
     {"write_nibbles", write_nibbles, METH_VARARGS, NULL},

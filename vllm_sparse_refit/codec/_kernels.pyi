@@ -15,6 +15,19 @@ def find_changes(
     values: _Array,
     /,
 ) -> int: ...
+def code_changes(
+    old: _Array,
+    new: _Array,
+    operation: int,
+    begin: int,
+    locations: _Array,
+    values: _Array,
+    gaps: _Array,
+    wide: _Array,
+    nibbles: _Array,
+    escapes: _Array,
+    /,
+) -> tuple[int, int, int]: ...
 def write_gaps(locations: _Array, gaps: _Array, wide: _Array, /) -> int: ...
 def read_gaps(gaps: _Array, wide: _Array, first: int, end: int, locations: _Array, /) -> int: ...
 def write_nibbles(codes: _Array, nibbles: _Array, escapes: _Array, /) -> int: ...

@@ -113,16 +113,15 @@ def make_delta(  # noqa: PLR0917 - what a delta is, in the order of its fields
     span = range(first, last + 1)
     if len(span) == locations.numel():
         return TensorDelta(name, shape, dtype, operation, begin, end, span, values)
-    if operation is not SparseOperation.OVERWRITE and _is_dense(
-        locations.numel(), len(span), dtype
-    ):
+    if operation is not SparseOperation.OVERWRITE and is_dense(locations.numel(), len(span), dtype):
         inside = slice(first - begin, last + 1 - begin)
         every = _difference(old_bits[inside], new_bits[inside], operation).cpu()
         return TensorDelta(name, shape, dtype, operation, begin, end, span, every)
     return TensorDelta(name, shape, dtype, operation, begin, end, locations, values)
 
 
-def _is_dense(changed: int, span: int, dtype: torch.dtype) -> bool:
+def is_dense(changed: int, span: int, dtype: torch.dtype) -> bool:
+    """Whether ``changed`` elements among ``span`` are so many that all of them cost less."""
     # A gap takes at least about a bit, with some to spare for the coder. An unchanged element that
     # is sent along takes at most its width.
     bits = 8 * dtype.itemsize

@@ -6,6 +6,7 @@ bytes, signed or not; only their width counts.
 """
 
 import threading
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Final
 
@@ -76,6 +77,53 @@ def find_changes(
     values = scratch("values", old.size, old.dtype)
     found = _loops.find_changes(old, new, operation, begin, locations, values)
     return locations[:found].copy(), values[:found].copy()
+
+
+@dataclass(frozen=True, eq=False)
+class CodedChanges:
+    """What :func:`code_changes` found, in memory that lasts until its thread calls it again.
+
+    Attributes:
+        locations: Ascending, ``[k]``.
+        codes: ``[k]``, of the width of the arrays: values, in zigzag form for ``ADD``.
+        gaps, wide: As from :func:`encode_gaps`.
+        nibbles, escapes: As from :func:`encode_nibbles`; empty for ``OVERWRITE``.
+    """
+
+    locations: _Array
+    codes: _Array
+    gaps: _Array
+    wide: _Array
+    nibbles: _Array
+    escapes: _Array
+
+
+def code_changes(
+    old: _Array,
+    new: _Array,
+    operation: int,
+    begin: int,
+    location_dtype: type[np.signedinteger[Any]],
+) -> CodedChanges:
+    """:func:`find_changes`, and all codes of what it finds, in one call."""
+    size = old.size
+    locations = scratch("locations", size, location_dtype)
+    codes = scratch("values", size, old.dtype)
+    gaps, wide = scratch("gaps", size, np.uint8), scratch("wide", size, np.uint64)
+    nibbles = scratch("nibbles", (size + 1) // 2, np.uint8)
+    escapes = scratch("escapes", size, old.dtype)
+    found, used, escaped = _loops.code_changes(
+        old, new, operation, begin, locations, codes, gaps, wide, nibbles, escapes
+    )
+    pairs = 0 if operation == OVERWRITE else (found + 1) // 2
+    return CodedChanges(
+        locations[:found],
+        codes[:found],
+        gaps[: max(found - 1, 0)],
+        wide[:used],
+        nibbles[:pairs],
+        escapes[:escaped],
+    )
 
 
 def encode_gaps(locations: _Array, gaps: _Array, wide: _Array) -> int:

@@ -15,13 +15,12 @@ import torch
 import zstandard
 
 from vllm_sparse_refit.codec import kernels, wire
+from vllm_sparse_refit.codec.coding import NO_BYTES, UNSIGNED, CodedDelta
 from vllm_sparse_refit.codec.delta import SparseOperation, TensorDelta
-from vllm_sparse_refit.codec.dtypes import bits_dtype
 from vllm_sparse_refit.codec.wire import Buffer, Prelude, Row, Section
 from vllm_sparse_refit.errors import PayloadError
 
 _Array = npt.NDArray[Any]
-_UNSIGNED: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 # zstd's largest window without --long, so every level up to 22 can be read.
 _MAX_WINDOW_BYTES: Final = 1 << 27
 # What is packed here has no repetitions worth a reference, and every one that zstd finds by accident
@@ -36,9 +35,6 @@ _ENTROPY_CODING: Final = zstandard.ZstdCompressionParameters(
     min_match=7,
     target_length=0,
 )
-# Nibbles are used when at most one value in so many does not fit.
-_NIBBLES_PER_ESCAPE: Final = 4
-_NO_BYTES: Final = np.empty(0, np.uint8)
 
 _of_thread = threading.local()
 
@@ -66,12 +62,16 @@ def encode_payload(deltas: Sequence[TensorDelta]) -> bytes:
     Raises:
         PayloadError: a delta breaks the format's rules, for instance by a location out of its span.
     """
-    if len(deltas) > wire.MAX_DELTAS:
-        raise PayloadError(f"{len(deltas)} deltas in one payload; {wire.MAX_DELTAS} are the limit")
-    coder = _Coder(sum(len(delta.locations) for delta in deltas))
-    rows = [coder.add(delta) for delta in deltas]
+    return join_payload([CodedDelta.of(delta) for delta in deltas])
+
+
+def join_payload(coded: Sequence[CodedDelta]) -> bytes:
+    """As :func:`encode_payload`, of deltas that are coded already."""
+    if len(coded) > wire.MAX_DELTAS:
+        raise PayloadError(f"{len(coded)} deltas in one payload; {wire.MAX_DELTAS} are the limit")
+    rows = [item.row for item in coded]
     wire.check_agreement(rows)
-    plain = coder.sections(b"".join(row.pack() for row in rows))
+    plain = _plain_sections(coded, b"".join(row.pack() for row in rows))
     sections, stored = [], []
     for kind, content in plain.items():
         encoding, data = _compress(content)
@@ -88,107 +88,21 @@ def encode_payload(deltas: Sequence[TensorDelta]) -> bytes:
     return prelude.pack(stored)
 
 
-class _Coder:
-    """Codes deltas one after the other into what the sections hold. One payload, one thread.
-
-    Args:
-        elements: Of all deltas that will be added, or more.
-    """
-
-    def __init__(self, elements: int) -> None:
-        self._gaps = _Filled(kernels.scratch("gaps", elements, np.uint8))
-        self._wide = _Filled(kernels.scratch("wide", elements, np.uint64))
-        # A delta's last byte may be half used.
-        self._nibbles = _Filled(kernels.scratch("nibbles", elements, np.uint8))
-        self._codes: list[_Array] = []
-
-    def add(self, delta: TensorDelta) -> Row:
-        """Code a delta.
-
-        Raises:
-            PayloadError: it breaks the format's rules.
-        """
-        codes = _checked_values(delta)
-        has_gaps = self._add_locations(delta)
-        if delta.operation is SparseOperation.ADD:
-            codes = kernels.zigzag(codes, kernels.scratch("zigzag", codes.size, codes.dtype))
-        has_nibbles = delta.operation is not SparseOperation.OVERWRITE
-        if has_nibbles:
-            escapes = kernels.scratch("escapes", codes.size, codes.dtype)
-            escaped = kernels.encode_nibbles(
-                codes, self._nibbles.room((codes.size + 1) // 2), escapes
-            )
-            # Otherwise most codes are large, and compress better beside each other.
-            has_nibbles = escaped * _NIBBLES_PER_ESCAPE <= codes.size
-            if has_nibbles:
-                self._nibbles.take((codes.size + 1) // 2)
-                codes = escapes[:escaped]
-        self._codes.append(codes.copy())
-        return Row.of(delta, has_gaps=has_gaps, has_nibbles=has_nibbles)
-
-    def _add_locations(self, delta: TensorDelta) -> bool:
-        """Code gaps, unless the locations are consecutive."""
-        if isinstance(delta.locations, range):
-            if delta.locations.step != 1:
-                raise PayloadError(f"the range of {delta.name!r} must have step 1")
-            return False
-        array = delta.locations.numpy()
-        if array.size < 2:
-            return False
-        if int(array[-1]) >= delta.end:
-            raise PayloadError(f"location {int(array[-1])} of {delta.name!r} is out of its span")
-        count = array.size - 1
-        try:
-            self._wide.take(
-                kernels.encode_gaps(array, self._gaps.room(count), self._wide.room(count))
-            )
-        except ValueError as error:
-            raise PayloadError(f"the delta of {delta.name!r}: {error}") from None
-        self._gaps.take(count)
-        return True
-
-    def sections(self, table: bytes) -> dict[int, Buffer]:
-        """What goes into each section, less the empty ones, ascending by kind."""
-        sections: dict[int, Buffer] = {
-            wire.TABLE: table,
-            wire.GAPS: self._gaps.content.data,
-            wire.NIBBLES: self._nibbles.content.data,
-        }
-        sections |= _planes(wire.WIDE_GAP_PLANES, [self._wide.content])
-        sections |= _planes(wire.CODE_PLANES, self._codes)
-        return {kind: content for kind, content in sections.items() if len(content)}
+def _plain_sections(coded: Sequence[CodedDelta], table: bytes) -> dict[int, Buffer]:
+    """What goes into each section, less the empty ones, ascending by kind."""
+    sections: dict[int, Buffer] = {
+        wire.TABLE: table,
+        wire.GAPS: _joined("gaps", [item.gaps for item in coded]).data,
+        wire.NIBBLES: _joined("nibbles", [item.nibbles for item in coded]).data,
+    }
+    sections |= _planes(wire.WIDE_GAP_PLANES, [item.wide for item in coded])
+    sections |= _planes(wire.CODE_PLANES, [item.codes for item in coded])
+    return {kind: content for kind, content in sections.items() if len(content)}
 
 
-class _Filled:
-    """An array that is filled from the front."""
-
-    def __init__(self, array: _Array) -> None:
-        self._array = array
-        self._used = 0
-
-    def room(self, size: int) -> _Array:
-        """The next ``size`` entries."""
-        return self._array[self._used : self._used + size]
-
-    def take(self, size: int) -> None:
-        """Keep what was written to the next ``size`` entries."""
-        self._used += size
-
-    @property
-    def content(self) -> _Array:
-        """All that was kept."""
-        return self._array[: self._used]
-
-
-def _checked_values(delta: TensorDelta) -> _Array:
-    values = delta.values
-    count, dtype = len(delta.locations), bits_dtype(delta.dtype)
-    if values.dtype != dtype or values.shape != (count,):
-        raise PayloadError(
-            f"the values of {delta.name!r} must be {count} {dtype}, "
-            f"not {tuple(values.shape)} {values.dtype}"
-        )
-    return values.contiguous().numpy().view(_UNSIGNED[dtype.itemsize])
+def _joined(purpose: str, arrays: Sequence[_Array]) -> _Array:
+    out = kernels.scratch(purpose, sum(array.size for array in arrays), np.uint8)
+    return np.concatenate((NO_BYTES, *arrays), out=out)
 
 
 def _planes(kinds: range, arrays: Sequence[_Array]) -> dict[int, Buffer]:
@@ -199,7 +113,8 @@ def _planes(kinds: range, arrays: Sequence[_Array]) -> dict[int, Buffer]:
     planes: dict[int, Buffer] = {}
     for plane, kind in enumerate(kinds):
         parts = [array for array in arrays if array.itemsize > plane]
-        content = np.empty(sum(part.size for part in parts), np.uint8)
+        size = sum(part.size for part in parts)
+        content = kernels.scratch(f"plane {kind}", size, np.uint8)
         at = 0
         for part in parts:
             kernels.write_plane(part, plane, content[at : at + part.size])
@@ -307,7 +222,7 @@ class _Sections:
     def read(self, kind: int) -> _Array:
         """A section's bytes, read-only; none if it was left out."""
         if kind not in self._stored:
-            return _NO_BYTES
+            return NO_BYTES
         section, stored = self._stored[kind]
         if section.encoding == wire.RAW:
             return np.frombuffer(stored, np.uint8)
@@ -418,7 +333,7 @@ def _read_locations(row: Row, gaps: _Cursor, wide: _Planes) -> torch.Tensor | ra
 
 
 def _read_values(row: Row, nibbles: _Cursor, planes: _Planes) -> torch.Tensor:
-    dtype = _UNSIGNED[row.dtype.itemsize]
+    dtype = UNSIGNED[row.dtype.itemsize]
     if row.has_nibbles:
         content = nibbles.take(row.nibble_bytes)
         escaped = kernels.count_escaped_nibbles(content, row.count)
@@ -430,7 +345,7 @@ def _read_values(row: Row, nibbles: _Cursor, planes: _Planes) -> torch.Tensor:
     return torch.from_numpy(codes.view(f"i{codes.itemsize}" if codes.itemsize > 1 else "u1"))
 
 
-def batch_deltas(deltas: Iterable[TensorDelta], payload_bytes: int) -> Iterator[list[TensorDelta]]:
+def batch_deltas(deltas: Iterable[CodedDelta], payload_bytes: int) -> Iterator[list[CodedDelta]]:
     """Group deltas, in order, into batches that each fill about one payload.
 
     A delta is never split, so one of more than ``payload_bytes`` makes a payload of its size.
@@ -439,17 +354,13 @@ def batch_deltas(deltas: Iterable[TensorDelta], payload_bytes: int) -> Iterator[
         deltas: Pulled one at a time.
         payload_bytes: Size before compression at which a batch is closed.
     """
-    batch: list[TensorDelta] = []
+    batch: list[CodedDelta] = []
     size = 0
     for delta in deltas:
         batch.append(delta)
-        size += delta.values.nbytes + _gap_bytes(delta.locations)
+        size += delta.nbytes
         if size >= payload_bytes or len(batch) >= wire.MAX_DELTAS:
             yield batch
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def _gap_bytes(locations: torch.Tensor | range) -> int:
-    return 0 if isinstance(locations, range) else locations.numel()

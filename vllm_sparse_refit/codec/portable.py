@@ -8,6 +8,7 @@ import numpy.typing as npt
 _Array = npt.NDArray[Any]
 
 _XOR: Final = 1
+_OVERWRITE: Final = 2
 _ADD: Final = 3
 # Two blocks of this size and their mask stay in a core's L2 cache.
 _BLOCK_BYTES: Final = 1 << 18
@@ -51,6 +52,31 @@ def _changed_positions(old: _Array, new: _Array) -> _Array:
     positions *= _FLAGS
     positions += flags & (_FLAGS - 1)
     return positions
+
+
+def code_changes(  # noqa: PLR0917
+    old: _Array,
+    new: _Array,
+    operation: int,
+    begin: int,
+    locations: _Array,
+    values: _Array,
+    gaps: _Array,
+    wide: _Array,
+    nibbles: _Array,
+    escapes: _Array,
+    /,
+) -> tuple[int, int, int]:
+    found = find_changes(old, new, operation, begin, locations, values)
+    if not found:
+        return 0, 0, 0
+    escaped = 0
+    used = write_gaps(locations[:found], gaps[: found - 1], wide)
+    if operation == _ADD:
+        zigzag(values[:found].copy(), values[:found])
+    if operation != _OVERWRITE:
+        escaped = write_nibbles(values[:found], nibbles[: (found + 1) // 2], escapes)
+    return found, used, escaped
 
 
 def write_gaps(locations: _Array, gaps: _Array, wide: _Array, /) -> int:

@@ -13,11 +13,11 @@ from typing import Final
 import torch
 
 from vllm_sparse_refit.checksum import checksum_hex
+from vllm_sparse_refit.codec.coding import CodedDelta
 from vllm_sparse_refit.codec.delta import (
     SparseOperation,
     TensorDelta,
     apply_delta,
-    changed_elements,
 )
 from vllm_sparse_refit.codec.digest import BitsDigest
 from vllm_sparse_refit.codec.dtypes import bits_dtype
@@ -25,7 +25,7 @@ from vllm_sparse_refit.codec.payload import (
     DecodeLimits,
     batch_deltas,
     decode_payload,
-    encode_payload,
+    join_payload,
     payload_decoded_bytes,
 )
 from vllm_sparse_refit.codec.wire import encode_name
@@ -331,7 +331,7 @@ class DeltaCompressionTracker:
             raise ConfigError(f"dense tensors must be overwrite tensors too: {_some(stray)}")
         self._routing = _Routing(frozenset(skip), frozenset(overwrite), frozenset(dense))
 
-    def compare(self, name: str, tensor: torch.Tensor) -> Iterator[TensorDelta]:
+    def compare(self, name: str, tensor: torch.Tensor) -> Iterator[CodedDelta]:
         """Compare a tensor with the baseline, chunk by chunk.
 
         Memory beyond the deltas is bounded by ``chunk_elements``; tensors that are not contiguous, or
@@ -390,7 +390,7 @@ class DeltaCompressionTracker:
         )
         return cut(SparseOperation.OVERWRITE, whole=whole)
 
-    def encode(self, deltas: Sequence[TensorDelta]) -> SparsePayload:
+    def encode(self, deltas: Sequence[CodedDelta]) -> SparsePayload:
         """Encode deltas of the running sync into a payload, and keep it until the sync ends.
 
         Raises:
@@ -399,12 +399,12 @@ class DeltaCompressionTracker:
         """
         with self._lock:
             sync = self._sync
-        body = encode_payload(deltas)
+        body = join_payload(deltas)
         with self._lock:
             if sync != self._sync:
                 raise BaselineError("the sync ended while a payload of it was being encoded")
             self._pending.append(body)
-        changed = sum(changed_elements(delta) for delta in deltas)
+        changed = sum(delta.changed for delta in deltas)
         return SparsePayload(body, checksum_hex(body), len(deltas), changed)
 
     def prepare_sparse_delta_payload(
@@ -439,7 +439,7 @@ class DeltaCompressionTracker:
 
     def _batches(
         self, pool: OrderedPool, exports: Iterable[ExportedTensor]
-    ) -> Iterator[list[TensorDelta]]:
+    ) -> Iterator[list[CodedDelta]]:
         groups = pool.map(run_all, grouped(self._all_comparisons(exports)))
         deltas = (delta for group in groups for delta in group)
         return batch_deltas(deltas, self._config.payload_bytes)

@@ -7,11 +7,12 @@ from typing import Final
 
 import torch
 
-from vllm_sparse_refit.codec.delta import SparseOperation, TensorDelta, find_changes, make_delta
+from vllm_sparse_refit.codec.coding import CodedDelta, code_changes
+from vllm_sparse_refit.codec.delta import SparseOperation, find_changes
 from vllm_sparse_refit.trainer.exported import ExportedTensor, HostCopier, PendingCopy, chunks
 
 # Small tensors are compared together, so that each thread has something to do for a while.
-_GROUP_BYTES: Final = 1 << 20
+_GROUP_BYTES: Final = 1 << 21
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,14 +42,14 @@ class Comparison:
         """The new bits, once they are where the old ones are."""
         return self.new.wait() if isinstance(self.new, PendingCopy) else self.new
 
-    def run(self) -> TensorDelta | None:
+    def run(self) -> CodedDelta | None:
         """The chunk's delta, None if nothing changed.
 
         Raises:
             TensorMismatchError: the tensor was written to since it was exported.
         """
         with _current(self.stream):
-            delta = make_delta(
+            delta = code_changes(
                 self.exported.name,
                 tuple(self.exported.tensor.shape),
                 self.exported.tensor.dtype,
@@ -131,13 +132,13 @@ def _has_nan(values: torch.Tensor) -> bool:
     return values.is_floating_point() and bool(values.to(torch.float32).isnan().any())
 
 
-def run_all(group: Sequence[Comparison]) -> list[TensorDelta]:
+def run_all(group: Sequence[Comparison]) -> list[CodedDelta]:
     """The deltas of a group, in order, less those of chunks in which nothing changed."""
     return [delta for comparison in group if (delta := comparison.run()) is not None]
 
 
 def grouped(chunked: Iterable[Comparison]) -> Iterator[list[Comparison]]:
-    """Put small chunks together, in order, into groups of at least a mebibyte or so."""
+    """Put small chunks together, in order, into groups of two mebibytes or more."""
     group: list[Comparison] = []
     size = 0
     for comparison in chunked:

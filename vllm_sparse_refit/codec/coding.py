@@ -1,0 +1,186 @@
+"""Deltas as the numbers that payloads hold: gaps, nibbles and codes (``docs/wire-format.md``)."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm_sparse_refit.codec import kernels
+from vllm_sparse_refit.codec.delta import (
+    KERNEL_OPERATIONS,
+    SparseOperation,
+    TensorDelta,
+    changed_elements,
+    is_dense,
+    location_dtype,
+    make_delta,
+)
+from vllm_sparse_refit.codec.dtypes import bits_dtype
+from vllm_sparse_refit.codec.wire import Row
+from vllm_sparse_refit.errors import PayloadError
+
+_Array = npt.NDArray[Any]
+UNSIGNED: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_SIGNED: Final[dict[torch.dtype, type[np.signedinteger[Any]]]] = {
+    torch.int32: np.int32,
+    torch.int64: np.int64,
+}
+# Nibbles are used when at most one value in so many does not fit.
+_NIBBLES_PER_ESCAPE: Final = 4
+NO_BYTES: Final = np.empty(0, np.uint8)
+_NO_WIDE_GAPS: Final = np.empty(0, np.uint64)
+
+
+@dataclass(frozen=True, eq=False)
+class CodedDelta:
+    """A delta in the numbers that a payload holds.
+
+    Attributes:
+        row: Its row of the table.
+        gaps: Gap bytes, uint8.
+        wide: What the gap bytes escape, uint64.
+        nibbles: Two codes a byte, uint8.
+        codes: Unsigned, of the dtype's width: all of them, or those that the nibbles escape.
+        changed: Elements it changes, or may change.
+    """
+
+    row: Row
+    gaps: _Array
+    wide: _Array
+    nibbles: _Array
+    codes: _Array
+    changed: int
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in a payload before compression, less the table."""
+        return self.gaps.nbytes + self.wide.nbytes + self.nibbles.nbytes + self.codes.nbytes
+
+    @classmethod
+    def of(cls, delta: TensorDelta) -> Self:
+        """Code a delta.
+
+        Raises:
+            PayloadError: it breaks the format's rules, for instance by a location out of its span.
+        """
+        gaps, wide = _coded_locations(delta)
+        nibbles, codes = _coded_values(_checked_values(delta), delta.operation)
+        row = Row.of(delta, has_gaps=gaps.size > 0, has_nibbles=nibbles.size > 0)
+        return cls(row, gaps, wide, nibbles, codes, changed_elements(delta))
+
+
+def code_changes(  # noqa: PLR0917 - as make_delta
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    operation: SparseOperation,
+    begin: int,
+    old_bits: torch.Tensor,
+    new_bits: torch.Tensor,
+    *,
+    every_element: bool = False,
+) -> CodedDelta | None:
+    """As :func:`make_delta`, coded at once; of sparse changes on the CPU no delta is made.
+
+    Args, None and errors are those of :func:`make_delta`.
+    """
+    if old_bits.device.type == "cpu" == new_bits.device.type and not every_element:
+        found = kernels.code_changes(
+            old_bits.numpy(),
+            new_bits.numpy(),
+            KERNEL_OPERATIONS[operation],
+            begin,
+            _SIGNED[location_dtype(math.prod(shape))],
+        )
+        count = found.locations.size
+        if not count:
+            return None
+        first, last = int(found.locations[0]), int(found.locations[-1])
+        if not is_dense(count, last + 1 - first, dtype):
+            nibbles, codes = found.nibbles, found.escapes
+            if not nibbles.size or not _worth_nibbles(codes.size, count):
+                nibbles, codes = NO_BYTES, found.codes
+            row = Row(
+                name=name,
+                shape=shape,
+                dtype=dtype,
+                operation=operation,
+                begin=begin,
+                end=begin + old_bits.numel(),
+                first=first,
+                count=count,
+                has_gaps=True,
+                has_nibbles=nibbles.size > 0,
+            )
+            codes = codes.view(UNSIGNED[dtype.itemsize])
+            return CodedDelta(
+                row=row,
+                gaps=found.gaps.copy(),
+                wide=found.wide.copy(),
+                nibbles=nibbles.copy(),
+                codes=codes.copy(),
+                changed=count,
+            )
+    delta = make_delta(
+        name, shape, dtype, operation, begin, old_bits, new_bits, every_element=every_element
+    )
+    return None if delta is None else CodedDelta.of(delta)
+
+
+def _worth_nibbles(escaped: int, codes: int) -> bool:
+    return escaped * _NIBBLES_PER_ESCAPE <= codes
+
+
+def _coded_locations(delta: TensorDelta) -> tuple[_Array, _Array]:
+    """Gap bytes and wide gaps; none for consecutive locations."""
+    locations = delta.locations
+    if isinstance(locations, range):
+        if locations.step != 1:
+            raise PayloadError(f"the range of {delta.name!r} must have step 1")
+        return NO_BYTES, _NO_WIDE_GAPS
+    array = locations.numpy()
+    if array.size < 2:
+        return NO_BYTES, _NO_WIDE_GAPS
+    if int(array[-1]) >= delta.end:
+        raise PayloadError(f"location {int(array[-1])} of {delta.name!r} is out of its span")
+    try:
+        return _gaps(array)
+    except ValueError as error:
+        raise PayloadError(f"the delta of {delta.name!r}: {error}") from None
+
+
+def _gaps(locations: _Array) -> tuple[_Array, _Array]:
+    gaps = np.empty(locations.size - 1, np.uint8)
+    wide = kernels.scratch("wide", gaps.size, np.uint64)
+    escaped = kernels.encode_gaps(locations, gaps, wide)
+    return gaps, wide[:escaped].copy()
+
+
+def _checked_values(delta: TensorDelta) -> _Array:
+    values = delta.values
+    count, dtype = len(delta.locations), bits_dtype(delta.dtype)
+    if values.dtype != dtype or values.shape != (count,):
+        raise PayloadError(
+            f"the values of {delta.name!r} must be {count} {dtype}, "
+            f"not {tuple(values.shape)} {values.dtype}"
+        )
+    return values.contiguous().numpy().view(UNSIGNED[dtype.itemsize])
+
+
+def _coded_values(values: _Array, operation: SparseOperation) -> tuple[_Array, _Array]:
+    """Nibbles, if they are worth it, and codes; both in memory of their own."""
+    if operation is SparseOperation.OVERWRITE:
+        return NO_BYTES, values.copy()
+    codes = values
+    if operation is SparseOperation.ADD:
+        codes = kernels.zigzag(values, kernels.scratch("zigzag", values.size, values.dtype))
+    nibbles = np.empty((codes.size + 1) // 2, np.uint8)
+    escapes = kernels.scratch("escapes", codes.size, codes.dtype)
+    escaped = kernels.encode_nibbles(codes, nibbles, escapes)
+    if _worth_nibbles(escaped, codes.size):
+        return nibbles, escapes[:escaped].copy()
+    # Most codes are large, and compress better beside each other.
+    return NO_BYTES, codes.copy()
