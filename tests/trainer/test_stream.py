@@ -3,7 +3,6 @@
 import contextlib
 import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +19,7 @@ from tests.transport.helpers import (
     threads_named,
 )
 from vllm_sparse_refit.checksum import checksum_hex
+from vllm_sparse_refit.codec.coding import CodedDelta
 from vllm_sparse_refit.codec.delta import SparseOperation, TensorDelta, apply_delta
 from vllm_sparse_refit.codec.dtypes import bits_view
 from vllm_sparse_refit.codec.payload import DecodeLimits, batch_deltas, decode_payload
@@ -35,7 +35,6 @@ from vllm_sparse_refit.errors import (
 )
 from vllm_sparse_refit.trainer.baseline import DeltaCompressionTracker, SparsePayload
 from vllm_sparse_refit.trainer.exported import ExportedTensor
-from vllm_sparse_refit.trainer.ordered_pool import OrderedPool
 from vllm_sparse_refit.trainer.stream import _Pipeline, stream_sparse_delta_payloads_via_zmq
 
 THREADS = "sparse-refit-stream"
@@ -75,17 +74,19 @@ class FakeTracker:
                 tensor.reshape(-1),
             )
 
-    def submit_exported(
+    def encode_exported(
         self, exports: Iterable[ExportedTensor]
-    ) -> Generator[Future[SparsePayload], None, None]:
-        deltas = (delta for one in exports for delta in self.compare(one.name, one.tensor))
-        with OrderedPool(1, "sparse-refit-encode") as pool:
-            yield from pool.submit(self.encode, batch_deltas(deltas, self.payload_bytes))
+    ) -> Generator[SparsePayload, None, None]:
+        deltas = (
+            CodedDelta.of(delta) for one in exports for delta in self.compare(one.name, one.tensor)
+        )
+        for batch in batch_deltas(deltas, self.payload_bytes):
+            yield self.encode(batch)
 
-    def encode(self, deltas: Sequence[TensorDelta]) -> SparsePayload:
+    def encode(self, deltas: Sequence[CodedDelta]) -> SparsePayload:
         self.encoded += 1
-        body = b"|".join(delta.name.encode() for delta in deltas)
-        changed = sum(delta.values.numel() for delta in deltas)
+        body = b"|".join(delta.row.name.encode() for delta in deltas)
+        changed = sum(delta.changed for delta in deltas)
         return SparsePayload(body, checksum_hex(body), len(deltas), changed)
 
 
@@ -142,8 +143,8 @@ def test_every_target_gets_every_payload_in_order() -> None:
 def test_deltas_are_batched_by_size() -> None:
     received = Recorder()
     with serving(received) as (_, address):
-        # A delta here is 6 elements of 2 bytes: 36 bytes are reached with the third.
-        report = stream(tensors(7), FakeTracker(payload_bytes=36), [address])
+        # A delta here is 6 nibbles: 9 bytes are reached with the third.
+        report = stream(tensors(7), FakeTracker(payload_bytes=9), [address])
     assert received.bodies == [b"w0|w1|w2", b"w3|w4|w5", b"w6"]
     assert (report["payloads"], report["deltas"]) == (3, 7)
 
@@ -235,7 +236,7 @@ def test_an_error_in_the_comparison_stops_the_export() -> None:
 
 def test_an_error_in_the_encoding() -> None:
     class Broken(FakeTracker):
-        def encode(self, deltas: Sequence[TensorDelta]) -> SparsePayload:
+        def encode(self, deltas: Sequence[CodedDelta]) -> SparsePayload:
             raise MemoryError("no memory")
 
     with serving(Recorder()) as (_, address), pytest.raises(MemoryError, match="no memory"):
@@ -320,9 +321,8 @@ def test_a_slow_target_slows_the_export(depth: int) -> None:
             pulled.append(name)
             yield name, tensor
 
-    # Held by the sender, its queue and what numbers them; then by the queue of payloads and the
-    # comparison; then by the queue of tensors and the export.
-    most_encoded = 1 + depth + 1 + depth + 1
+    # Held by the sender, its queue and the encoder; then by the queue of tensors and the export.
+    most_encoded = 1 + depth + 1
     most_pulled = most_encoded + depth + 1
     with serving(gate) as (server, slow), serving(fast) as (_, quick):
         streaming = Background(

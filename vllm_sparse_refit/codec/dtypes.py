@@ -73,4 +73,6 @@ def bits_view(tensor: torch.Tensor) -> torch.Tensor:
     Raises:
         PayloadError: the tensor's dtype is not supported.
     """
-    return tensor.detach().view(bits_dtype(tensor.dtype))
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor.view(bits_dtype(tensor.dtype))

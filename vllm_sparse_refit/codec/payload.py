@@ -36,6 +36,8 @@ _ENTROPY_CODING: Final = zstandard.ZstdCompressionParameters(
     target_length=0,
 )
 
+_SAMPLE_BYTES: Final = 1 << 14
+
 _of_thread = threading.local()
 
 
@@ -111,6 +113,9 @@ def _planes(kinds: range, arrays: Sequence[_Array]) -> dict[int, Buffer]:
     A plane of zeros is left out, except the first one, which tells how many numbers there are.
     """
     planes: dict[int, Buffer] = {}
+    arrays = [array for array in arrays if array.size]
+    if not arrays:
+        return planes
     for plane, kind in enumerate(kinds):
         parts = [array for array in arrays if array.itemsize > plane]
         size = sum(part.size for part in parts)
@@ -125,10 +130,19 @@ def _planes(kinds: range, arrays: Sequence[_Array]) -> dict[int, Buffer]:
 
 
 def _compress(content: Buffer) -> tuple[int, Buffer]:
+    if len(content) > 4 * _SAMPLE_BYTES and _is_noise(content):
+        return wire.RAW, content
     compressed = _compressor().compress(content)
     if len(compressed) < len(content):
         return wire.ZSTD, compressed
     return wire.RAW, content
+
+
+def _is_noise(content: Buffer) -> bool:
+    """Whether a sample from the middle hardly compresses: trying the rest would be a waste of time."""
+    middle = len(content) // 2
+    sample = memoryview(content)[middle : middle + _SAMPLE_BYTES]
+    return len(_compressor().compress(sample)) > 0.99 * _SAMPLE_BYTES
 
 
 def _compressor() -> zstandard.ZstdCompressor:
@@ -345,22 +359,39 @@ def _read_values(row: Row, nibbles: _Cursor, planes: _Planes) -> torch.Tensor:
     return torch.from_numpy(codes.view(f"i{codes.itemsize}" if codes.itemsize > 1 else "u1"))
 
 
-def batch_deltas(deltas: Iterable[CodedDelta], payload_bytes: int) -> Iterator[list[CodedDelta]]:
-    """Group deltas, in order, into batches that each fill about one payload.
+class DeltaBatcher:
+    """Groups deltas, in order, into batches that each fill about one payload. One thread at a time.
 
     A delta is never split, so one of more than ``payload_bytes`` makes a payload of its size.
 
     Args:
-        deltas: Pulled one at a time.
         payload_bytes: Size before compression at which a batch is closed.
     """
-    batch: list[CodedDelta] = []
-    size = 0
+
+    def __init__(self, payload_bytes: int) -> None:
+        self._payload_bytes = payload_bytes
+        self._batch: list[CodedDelta] = []
+        self._size = 0
+
+    def add(self, delta: CodedDelta) -> list[CodedDelta]:
+        """Take the next delta; returns the batch that it fills, or an empty one."""
+        self._batch.append(delta)
+        self._size += delta.nbytes
+        if self._size >= self._payload_bytes or len(self._batch) >= wire.MAX_DELTAS:
+            return self.rest()
+        return []
+
+    def rest(self) -> list[CodedDelta]:
+        """The batch that is not yet full; the next delta begins another."""
+        batch, self._batch, self._size = self._batch, [], 0
+        return batch
+
+
+def batch_deltas(deltas: Iterable[CodedDelta], payload_bytes: int) -> Iterator[list[CodedDelta]]:
+    """The batches of a :class:`DeltaBatcher`; deltas are pulled one at a time."""
+    batcher = DeltaBatcher(payload_bytes)
     for delta in deltas:
-        batch.append(delta)
-        size += delta.nbytes
-        if size >= payload_bytes or len(batch) >= wire.MAX_DELTAS:
+        if batch := batcher.add(delta):
             yield batch
-            batch, size = [], 0
-    if batch:
+    if batch := batcher.rest():
         yield batch

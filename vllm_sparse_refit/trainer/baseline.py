@@ -5,7 +5,7 @@ import functools
 import os
 import threading
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -23,7 +23,6 @@ from vllm_sparse_refit.codec.digest import BitsDigest
 from vllm_sparse_refit.codec.dtypes import bits_dtype
 from vllm_sparse_refit.codec.payload import (
     DecodeLimits,
-    batch_deltas,
     decode_payload,
     join_payload,
     payload_decoded_bytes,
@@ -42,11 +41,9 @@ from vllm_sparse_refit.trainer.comparison import (
     Comparison,
     comparisons,
     goes_whole,
-    grouped,
-    run_all,
 )
 from vllm_sparse_refit.trainer.exported import ExportedTensor, HostCopier, NamedTensor, chunks
-from vllm_sparse_refit.trainer.ordered_pool import OrderedPool, default_threads
+from vllm_sparse_refit.trainer.parallel_encoder import ParallelEncoder, default_threads
 
 _NO_SNAPSHOT: Final = "no snapshot was taken"
 _NAMES_SHOWN: Final = 10
@@ -227,10 +224,9 @@ class DeltaCompressionTracker:
         files = MappedFiles(Path(folder))
         try:
             tensors, note = files.read()
-            with self._pool() as pool:
-                for tensor, digest in zip(
-                    tensors, pool.map(_digest, (t.bits for t in tensors)), strict=True
-                ):
+            with ThreadPoolExecutor(self._config.threads or default_threads()) as pool:
+                digests = pool.map(_digest, [tensor.bits for tensor in tensors])
+                for tensor, digest in zip(tensors, digests, strict=True):
                     if digest != tensor.digest:
                         raise BaselineError(
                             f"the bits of {tensor.name!r} in {str(folder)!r} are not those of its index; "
@@ -419,37 +415,27 @@ class DeltaCompressionTracker:
             BaselineError: there is no baseline.
             TensorMismatchError: as :meth:`compare`, or a tensor was written to meanwhile.
         """
-        with self._pool() as pool:
-            batches = self._batches(pool, (ExportedTensor.of(*pair) for pair in weights))
-            yield from pool.map(self.encode, batches)
+        return self.encode_exported(ExportedTensor.of(*pair) for pair in weights)
 
-    def submit_exported(
+    def encode_exported(
         self, exports: Iterable[ExportedTensor]
-    ) -> Generator[Future[SparsePayload], None, None]:
-        """As :meth:`prepare_sparse_delta_payload`, for tensors that another thread exported.
-
-        Yields each payload while it is still being encoded. How many may wait is the caller's to bound.
-        If the iterator is closed before its end, those not yet begun are cancelled.
-        """
-        with self._pool() as pool:
-            yield from pool.submit(self.encode, self._batches(pool, exports))
-
-    def _pool(self) -> OrderedPool:
-        return OrderedPool(self._config.threads or default_threads(), "sparse-refit-encode")
-
-    def _batches(
-        self, pool: OrderedPool, exports: Iterable[ExportedTensor]
-    ) -> Iterator[list[CodedDelta]]:
-        groups = pool.map(run_all, grouped(self._all_comparisons(exports)))
-        deltas = (delta for group in groups for delta in group)
-        return batch_deltas(deltas, self._config.payload_bytes)
-
-    def _all_comparisons(self, exports: Iterable[ExportedTensor]) -> Iterator[Comparison]:
+    ) -> Generator[SparsePayload, None, None]:
+        """As :meth:`prepare_sparse_delta_payload`, for tensors that another thread exported."""
         copier = HostCopier()
-        for exported in exports:
+
+        def cut(exported: ExportedTensor) -> Iterable[Comparison]:
             entry = self._checked_entry(exported)
-            if entry is not None:
-                yield from self._comparisons(exported, entry, copier)
+            return () if entry is None else self._comparisons(exported, entry, copier)
+
+        with ParallelEncoder(
+            cut,
+            self.encode,
+            payload_bytes=self._config.payload_bytes,
+            threads=self._config.threads or default_threads(),
+        ) as encoder:
+            for exported in exports:
+                yield from encoder.feed(exported)
+            yield from encoder.finish()
 
     def finish_export(self) -> None:
         """Check that the running sync exported the whole baseline, less what is skipped.

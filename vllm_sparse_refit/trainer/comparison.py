@@ -12,7 +12,7 @@ from vllm_sparse_refit.codec.delta import SparseOperation, find_changes
 from vllm_sparse_refit.trainer.exported import ExportedTensor, HostCopier, PendingCopy, chunks
 
 # Small tensors are compared together, so that each thread has something to do for a while.
-_GROUP_BYTES: Final = 1 << 21
+_GROUP_BYTES: Final = 1 << 22
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +138,7 @@ def run_all(group: Sequence[Comparison]) -> list[CodedDelta]:
 
 
 def grouped(chunked: Iterable[Comparison]) -> Iterator[list[Comparison]]:
-    """Put small chunks together, in order, into groups of two mebibytes or more."""
+    """Put small chunks together, in order, into groups of four mebibytes or more."""
     group: list[Comparison] = []
     size = 0
     for comparison in chunked:

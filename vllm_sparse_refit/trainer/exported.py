@@ -32,7 +32,8 @@ class ExportedTensor:
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> Self:
         """Take a tensor over. Must run in the thread, and with the stream, that exports."""
-        tensor = tensor.detach()
+        if tensor.requires_grad:
+            tensor = tensor.detach()
         ready = None
         if tensor.device.type != "cpu":
             ready = torch.Event(tensor.device)

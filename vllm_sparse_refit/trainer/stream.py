@@ -7,7 +7,6 @@ import functools
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Generic, Self, TypeVar
@@ -78,7 +77,6 @@ def stream_sparse_delta_payloads_via_zmq(
     encoded = _Encoded()
     with _Pipeline() as pipeline:
         tensors: _Channel[ExportedTensor] = pipeline.channel(config.queue_depth)
-        payloads: _Channel[Future[SparsePayload]] = pipeline.channel(config.queue_depth)
         outboxes: list[_Channel[_Numbered]] = []
         for index, address in enumerate(refit_targets):
             outboxes.append(pipeline.channel(config.queue_depth))
@@ -93,8 +91,7 @@ def stream_sparse_delta_payloads_via_zmq(
             )
             samples = config.verification_samples
             pipeline.start(f"send-{index}", _send, connect, outboxes[-1], transfer_id, samples)
-        pipeline.start("number", _number, payloads, outboxes, encoded)
-        pipeline.start("compare", _compare, tensors, payloads, delta_tracker)
+        pipeline.start("encode", _encode, tensors, outboxes, delta_tracker, encoded)
         total_elements = _export(iterator, tensors, shard_rank, shard_count)
     return {
         "payloads": encoded.payloads,
@@ -137,29 +134,19 @@ def _export(
     return total_elements
 
 
-def _compare(
+def _encode(
     tensors: _Channel[ExportedTensor],
-    payloads: _Channel[Future[SparsePayload]],
-    tracker: DeltaCompressionTracker,
-) -> None:
-    # Closed at once on an error, so that its threads end before the pipeline does.
-    with contextlib.closing(tracker.submit_exported(tensors)) as submitted:
-        for payload in submitted:
-            payloads.put(payload)
-    payloads.close()
-
-
-def _number(
-    payloads: _Channel[Future[SparsePayload]],
     outboxes: Sequence[_Channel[_Numbered]],
+    tracker: DeltaCompressionTracker,
     encoded: _Encoded,
 ) -> None:
-    for future in payloads:
-        payload = future.result()
-        numbered = _Numbered(encoded.payloads, payload)
-        encoded.count(payload)
-        for outbox in outboxes:
-            outbox.put(numbered)
+    # Closed at once on an error, so that its threads end before the pipeline does.
+    with contextlib.closing(tracker.encode_exported(tensors)) as payloads:
+        for payload in payloads:
+            numbered = _Numbered(encoded.payloads, payload)
+            encoded.count(payload)
+            for outbox in outboxes:
+                outbox.put(numbered)
     for outbox in outboxes:
         outbox.close()
 
@@ -267,7 +254,7 @@ class _Pipeline:
     def fail(self, error: BaseException) -> None:
         """Record an error and stop everything; being stopped is no error of its own."""
         with self._lock:
-            if not isinstance(error, TransportStoppedError | CancelledError):
+            if not isinstance(error, TransportStoppedError):
                 self._errors.append(error)
         self.stopped.set()
 

@@ -1,0 +1,240 @@
+"""Threads that compare, code and join deltas into payloads, in the order of the export."""
+
+import collections
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import Final, Generic, Self, TypeVar
+
+from vllm_sparse_refit.codec.coding import CodedDelta
+from vllm_sparse_refit.codec.payload import DeltaBatcher
+from vllm_sparse_refit.trainer.comparison import Comparison, grouped, run_all
+from vllm_sparse_refit.trainer.exported import ExportedTensor
+
+Payload = TypeVar("Payload")
+
+_MOST_THREADS: Final = 8
+# Exported tensors that wait to be cut into chunks.
+_WAITING_TENSORS: Final = 8
+
+
+def default_threads() -> int:
+    """As many as this process may use, at most 8: past that, memory is the limit and not threads."""
+    return min(len(os.sched_getaffinity(0)), _MOST_THREADS)
+
+
+# Every thread does whatever is due next, and nobody hands work to anybody: to hand over and to wake up
+# costs more than to compare a small tensor.
+#
+#   feed -> tensors - cut -> groups of chunks - run -> deltas, in order -> batches - encode -> payloads
+#
+#   A thread takes a batch, if one is full; otherwise the next group, while few payloads wait to be taken;
+#   otherwise it waits. It ends when the export has ended and nothing is left.
+#   The caller feeds tensors while there is room, and takes payloads in order as they are ready.
+class ParallelEncoder(Generic[Payload]):
+    """Encodes exported tensors in several threads. One user thread; leaving ``with`` ends the threads.
+
+    Args:
+        cut: The comparisons of a tensor; called by one thread at a time, in the order of the export.
+        encode: Joins deltas into a payload; called by several threads.
+        payload_bytes: Size before compression at which a payload is closed.
+        threads: At least 1.
+    """
+
+    def __init__(
+        self,
+        cut: Callable[[ExportedTensor], Iterable[Comparison]],
+        encode: Callable[[list[CodedDelta]], Payload],
+        *,
+        payload_bytes: int,
+        threads: int,
+    ) -> None:
+        self._encode = encode
+        self._most_payloads = threads + 1
+        self._groups = grouped(chunk for tensor in self._tensors() for chunk in cut(tensor))
+        self._cutting = threading.Lock()  # owns _groups and _cut
+        self._cut = 0
+        lock = threading.Lock()  # owns everything below
+        self._due = threading.Condition(lock)  # the threads wait for work
+        self._news = threading.Condition(lock)  # the caller waits for room or a payload
+        self._fed: collections.deque[ExportedTensor] = collections.deque()
+        self._export_ended = False
+        self._all_cut = False
+        self._running = 0
+        self._deltas: dict[int, list[CodedDelta]] = {}
+        self._in_order = 0
+        self._batcher = DeltaBatcher(payload_bytes)
+        self._batches: collections.deque[tuple[int, list[CodedDelta]]] = collections.deque()
+        self._batch_count = 0
+        self._payloads: dict[int, Payload] = {}
+        self._taken = 0
+        self._error: BaseException | None = None
+        self._stopped = False
+        self._threads = [
+            threading.Thread(target=self._work, name=f"sparse-refit-encode-{i}", daemon=True)
+            for i in range(threads)
+        ]
+
+    # --- the caller -------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self,
+        _type: type[BaseException] | None,
+        _error: BaseException | None,
+        _traceback: TracebackType | None,
+    ) -> None:
+        with self._due:
+            self._stopped = True
+            self._due.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def feed(self, tensor: ExportedTensor) -> Iterator[Payload]:
+        """Hand a tensor over, and yield the payloads that are ready until there is room for it.
+
+        Raises:
+            Exception: the first error of any thread.
+        """
+        while True:
+            with self._news:
+                self._news.wait_for(lambda: self._has_room or self._is_ready or self._error)
+                payload = self._next_payload()
+                if payload is None:
+                    self._fed.append(tensor)
+                    if len(self._fed) == 1:
+                        self._due.notify_all()
+                    return
+            yield payload
+
+    def finish(self) -> Iterator[Payload]:
+        """Say that the export has ended, and yield the payloads that are left.
+
+        Raises:
+            Exception: the first error of any thread.
+        """
+        with self._due:
+            self._export_ended = True
+            self._due.notify_all()
+        while True:
+            with self._news:
+                self._news.wait_for(lambda: self._is_ready or self._is_done or self._error)
+                payload = self._next_payload()
+            if payload is None:
+                return
+            yield payload
+
+    @property
+    def _has_room(self) -> bool:
+        # Once full, the caller is woken for a few at a time.
+        return len(self._fed) < _WAITING_TENSORS
+
+    @property
+    def _is_ready(self) -> bool:
+        return self._taken in self._payloads
+
+    @property
+    def _is_done(self) -> bool:
+        return self._all_cut and not self._running and not self._batches
+
+    def _next_payload(self) -> Payload | None:
+        if self._error is not None:
+            raise self._error
+        if not self._is_ready:
+            return None
+        payload = self._payloads.pop(self._taken)
+        self._taken += 1
+        if len(self._payloads) == self._most_payloads - 1:
+            self._due.notify_all()
+        return payload
+
+    # --- the threads ------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        try:
+            while self._step():
+                pass
+        except BaseException as error:
+            with self._due:
+                self._error = self._error or error
+                self._due.notify_all()
+                self._news.notify()
+
+    def _step(self) -> bool:
+        """Do one piece of work; False when there will be no more."""
+        with self._due:
+            self._due.wait_for(
+                lambda: (
+                    self._stopped
+                    or self._error
+                    or self._batches
+                    or (not self._all_cut and len(self._payloads) < self._most_payloads)
+                    or self._is_done
+                )
+            )
+            if self._stopped or self._error or self._is_done:
+                return False
+            batch = self._batches.popleft() if self._batches else None
+            # Counted before it is taken, so that nobody believes in between that all is done.
+            self._running += 1
+        try:
+            if batch is None:
+                self._compare()
+            else:
+                payload = self._encode(batch[1])
+                with self._due:
+                    self._payloads[batch[0]] = payload
+        finally:
+            with self._due:
+                self._running -= 1
+                self._close_batches()
+                if self._is_ready or self._is_done:
+                    self._news.notify()
+                if len(self._batches) > 1 or self._all_cut:
+                    self._due.notify_all()  # more than this thread can do next
+        return True
+
+    def _compare(self) -> None:
+        with self._cutting:
+            group = next(self._groups, None)
+            number = self._cut
+            self._cut += 1
+        if group is None:
+            with self._due:
+                self._all_cut = True
+            return
+        deltas = run_all(group)
+        with self._due:
+            self._deltas[number] = deltas
+
+    def _close_batches(self) -> None:
+        """Put the deltas that are next in order into batches; the lock is held."""
+        while self._in_order in self._deltas:
+            for delta in self._deltas.pop(self._in_order):
+                self._add_batch(self._batcher.add(delta))
+            self._in_order += 1
+        if self._all_cut and not self._running and not self._deltas:
+            self._add_batch(self._batcher.rest())
+
+    def _add_batch(self, batch: list[CodedDelta]) -> None:
+        if batch:
+            self._batches.append((self._batch_count, batch))
+            self._batch_count += 1
+
+    def _tensors(self) -> Iterator[ExportedTensor]:
+        while True:
+            with self._due:
+                self._due.wait_for(
+                    lambda: self._fed or self._export_ended or self._stopped or self._error
+                )
+                if not self._fed or self._stopped or self._error:
+                    return
+                tensor = self._fed.popleft()
+                if len(self._fed) == _WAITING_TENSORS // 2:
+                    self._news.notify()
+            yield tensor
