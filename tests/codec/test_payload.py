@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.codec import crafted, reference
 from vllm_sparse_refit.codec import wire
+from vllm_sparse_refit.codec.coding import CodedDelta
 from vllm_sparse_refit.codec.delta import (
     SparseOperation,
     TensorDelta,
@@ -355,9 +356,9 @@ def test_the_encoder_refuses_too_many_deltas(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_batches_keep_order_and_close_at_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    deltas = [dataclasses.replace(valid_delta(), name=f"w{i}") for i in range(7)]
-    batches = list(batch_deltas(iter(deltas), 18))  # 3 gaps and 6 bytes of values in each
-    assert [[delta.name for delta in batch] for batch in batches] == [
+    deltas = [CodedDelta.of(dataclasses.replace(valid_delta(), name=f"w{i}")) for i in range(7)]
+    batches = list(batch_deltas(iter(deltas), 16))  # 2 gaps and 6 bytes of values in each
+    assert [[delta.row.name for delta in batch] for batch in batches] == [
         ["w0", "w1"],
         ["w2", "w3"],
         ["w4", "w5"],
@@ -365,4 +366,4 @@ def test_batches_keep_order_and_close_at_the_size(monkeypatch: pytest.MonkeyPatc
     ]
     monkeypatch.setattr(wire, "MAX_DELTAS", 3)
     assert [len(batch) for batch in batch_deltas(deltas, 1 << 20)] == [3, 3, 1]
-    assert list(batch_deltas([], 18)) == []
+    assert list(batch_deltas([], 16)) == []

@@ -13,9 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_sparse_refit.checksum import checksum_hex
 from vllm_sparse_refit.codec import payload as payload_module
+from vllm_sparse_refit.codec.coding import CodedDelta
 from vllm_sparse_refit.codec.delta import SparseOperation, TensorDelta, apply_delta
 from vllm_sparse_refit.codec.dtypes import SUPPORTED, bits_view
-from vllm_sparse_refit.codec.payload import DecodeLimits, decode_payload
+from vllm_sparse_refit.codec.payload import DecodeLimits, decode_payload, join_payload
 from vllm_sparse_refit.config import SyncConfig
 from vllm_sparse_refit.errors import (
     BaselineError,
@@ -76,6 +77,13 @@ def routed(tracker: DeltaCompressionTracker, **names: set[str]) -> None:
 
 def decoded(payloads: list[SparsePayload]) -> list[TensorDelta]:
     return [delta for payload in payloads for delta in decode_payload(payload.body, LIMITS)]
+
+
+def compared(
+    tracker: DeltaCompressionTracker, name: str, tensor: torch.Tensor
+) -> list[TensorDelta]:
+    """The deltas of a comparison as a receiver sees them."""
+    return decode_payload(join_payload(list(tracker.compare(name, tensor))), LIMITS)
 
 
 def receive(weights: Weights, payloads: list[SparsePayload]) -> None:
@@ -159,7 +167,7 @@ def test_nothing_moves_before_the_sync_succeeded(tracker: DeltaCompressionTracke
     tracker.encode(list(tracker.compare("a", new)))
     tracker.on_sync_succeeded()
     assert list(tracker.compare("a", new)) == []
-    assert [delta.name for delta in tracker.compare("b", new)] == ["b", "b"]
+    assert [delta.row.name for delta in tracker.compare("b", new)] == ["b", "b"]
 
 
 @pytest.mark.parametrize("dtype", SUPPORTED)
@@ -203,7 +211,7 @@ def test_tensors_need_not_be_contiguous(
     tracker.snapshot_baseline([("w", view(old))])
     new = old * 3
     received = {"w": view(old).contiguous().clone()}
-    deltas = list(tracker.compare("w", view(new)))
+    deltas = compared(tracker, "w", view(new))
     assert all(delta.end - delta.begin <= chunk for delta in deltas)
     for delta in deltas:
         apply_delta(delta, received["w"].view(-1))
@@ -224,7 +232,7 @@ def overwriting(
 ) -> list[TensorDelta]:
     tracker.snapshot_baseline([("w", old)])
     routed(tracker, overwrite={"w"}, dense={"w"} if dense else set())
-    return list(tracker.compare("w", new))
+    return compared(tracker, "w", new)
 
 
 def test_skipped_tensors_are_neither_sent_nor_missed(tracker: DeltaCompressionTracker) -> None:
@@ -298,13 +306,13 @@ def test_a_new_nan_leaves_other_tensors_sparse(tracker: DeltaCompressionTracker)
     new = torch.zeros(200)
     new[7] = float("nan")
     tracker.snapshot_baseline([("w", torch.zeros(200))])
-    [delta] = tracker.compare("w", new)
+    [delta] = compared(tracker, "w", new)
     assert (delta.operation, delta.locations) == (ADD, range(7, 8))
 
 
 def test_overwrites_move_the_baseline(tracker: DeltaCompressionTracker) -> None:
     new = torch.full((200,), 2.0)
-    tracker.encode(overwriting(tracker, torch.zeros(200), new))
+    tracker.encode([CodedDelta.of(delta) for delta in overwriting(tracker, torch.zeros(200), new)])
     tracker.on_sync_succeeded()
     assert list(tracker.compare("w", new)) == []
 
@@ -431,9 +439,9 @@ def test_a_damaged_retained_payload_gives_the_baseline_up(
     tracker: DeltaCompressionTracker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def damaged(*args: Any, **options: Any) -> bytes:
-        return payload_module.encode_payload(*args, **options)[:-1] + b"?"
+        return payload_module.join_payload(*args, **options)[:-1] + b"?"
 
-    monkeypatch.setattr(baseline, "encode_payload", damaged)
+    monkeypatch.setattr(baseline, "join_payload", damaged)
     tracker.snapshot_baseline([("w", torch.zeros(2))])
     tracker.encode(list(tracker.compare("w", torch.ones(2))))
     tracker.on_sync_succeeded()
@@ -451,7 +459,7 @@ def test_one_thread_compares_while_another_encodes(tracker: DeltaCompressionTrac
     old = {name: torch.zeros(500) for name in names}
     new = {name: torch.full((500,), float(index)) for index, name in enumerate(names)}
     tracker.snapshot_baseline(old.items())
-    deltas: queue.Queue[list[TensorDelta] | None] = queue.Queue(maxsize=2)
+    deltas: queue.Queue[list[CodedDelta] | None] = queue.Queue(maxsize=2)
     payloads: list[SparsePayload] = []
 
     def encode() -> None:
@@ -476,11 +484,11 @@ def test_a_payload_encoded_across_the_end_of_a_sync_is_not_kept(
 ) -> None:
     def interrupted(*args: Any, **options: Any) -> bytes:
         tracker.on_sync_failed()
-        return payload_module.encode_payload(*args, **options)
+        return payload_module.join_payload(*args, **options)
 
     tracker.snapshot_baseline([("w", torch.zeros(2))])
     deltas = list(tracker.compare("w", torch.ones(2)))
-    monkeypatch.setattr(baseline, "encode_payload", interrupted)
+    monkeypatch.setattr(baseline, "join_payload", interrupted)
     with pytest.raises(BaselineError, match="the sync ended while"):
         tracker.encode(deltas)
     tracker.on_sync_succeeded()

@@ -71,7 +71,7 @@ class FakeTracker:
                 0,
                 numel,
                 range(numel),
-                tensor.reshape(-1),
+                bits_view(tensor).reshape(-1),
             )
 
     def encode_exported(

@@ -31,6 +31,7 @@ ESCAPED_GAP: Final = 255
 ESCAPED_NIBBLE: Final = 15
 
 _of_thread = threading.local()
+_NOTHING: _Array = np.empty(0, np.uint8)
 
 _loops: Any = portable if compiled is None else compiled
 
@@ -46,12 +47,16 @@ def scratch(purpose: str, size: int, dtype: npt.DTypeLike) -> _Array:
     Fresh memory of such sizes comes from the system page by page, which takes longer than all that is
     done with it. Only what was ever written to is really taken.
     """
-    found: _Array | None = getattr(_of_thread, purpose, None)
+    held: dict[str, tuple[_Array, _Array]] = _of_thread.__dict__
+    whole, last = held.get(purpose, (_NOTHING, _NOTHING))
+    if last.size == size and last.dtype == dtype:
+        return last
     nbytes = size * np.dtype(dtype).itemsize
-    if found is None or found.size < nbytes:
-        found = np.empty(nbytes, np.uint8)
-        setattr(_of_thread, purpose, found)
-    return found[:nbytes].view(dtype)
+    if whole.size < nbytes:
+        whole = np.empty(nbytes, np.uint8)
+    last = whole[:nbytes].view(dtype)
+    held[purpose] = whole, last
+    return last
 
 
 def find_changes(

@@ -116,6 +116,8 @@ def _planes(kinds: range, arrays: Sequence[_Array]) -> dict[int, Buffer]:
     arrays = [array for array in arrays if array.size]
     if not arrays:
         return planes
+    if len({array.itemsize for array in arrays}) == 1:
+        arrays = [np.concatenate(arrays)]  # a call for each plane, not for each delta and plane
     for plane, kind in enumerate(kinds):
         parts = [array for array in arrays if array.itemsize > plane]
         size = sum(part.size for part in parts)

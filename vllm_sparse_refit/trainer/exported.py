@@ -73,10 +73,10 @@ def _pieces(bits: torch.Tensor, elements: int) -> Iterator[torch.Tensor]:
         for begin in range(0, flat.numel(), elements):
             yield flat[begin : begin + elements]
     elif bits.numel() <= elements:
-        yield bits.reshape(-1)
+        yield bits.reshape(-1).contiguous()
     elif rows := elements // (bits.numel() // bits.shape[0]):
         for block in torch.split(bits, rows):
-            yield block.reshape(-1)
+            yield block.reshape(-1).contiguous()
     else:
         for row in bits:
             yield from _pieces(row, elements)
