@@ -17,8 +17,11 @@ from vllm_sparse_refit.apply.elementwise import (
 )
 from vllm_sparse_refit.apply.live_model import LiveModel
 from vllm_sparse_refit.apply.load_mode import LoaderCopy, LoaderWeight, LoadKind
+from vllm_sparse_refit.apply.loading import LoadedModel
 from vllm_sparse_refit.apply.placement import place
-from vllm_sparse_refit.apply.processing import PackedLayer, storage_key
+from vllm_sparse_refit.apply.processing import PackedLayer
+from vllm_sparse_refit.apply.shadow import PackedLayers
+from vllm_sparse_refit.apply.storage import storage_key
 from vllm_sparse_refit.apply.writer import WeightWriter, storage_bits
 from vllm_sparse_refit.codec.delta import SparseOperation, TensorDelta
 from vllm_sparse_refit.codec.dtypes import bits_dtype, bits_view, dtype_name
@@ -49,8 +52,7 @@ class VllmSparseDeltaApplier:
         model_runner: vLLM's model runner; the model is reached through its ``get_model()``.
         device: where the model's parameters are.
         limits: bounds of payloads handed to :meth:`update_weights_from_decoded_sparse_payload`.
-        packed: the layers that post-load processing packed, or None when the loading was not
-            observed.
+        loaded: what was observed while the model loaded, or None when it was not observed.
         sample_limit: changed elements read back per write by :meth:`finish_sparse_delta_refit`.
     """
 
@@ -60,12 +62,12 @@ class VllmSparseDeltaApplier:
         device: torch.device,
         *,
         limits: DecodeLimits,
-        packed: Sequence[PackedLayer] | None,
+        loaded: LoadedModel | None,
         sample_limit: int = DEFAULT_SAMPLES,
     ) -> None:
         self._model_runner = model_runner
         self._device = device
-        self._packed = packed
+        self._loaded = loaded
         self.sample_limit = sample_limit
         self._limits = limits
         self._discovery: Discovery | None = None
@@ -92,7 +94,7 @@ class VllmSparseDeltaApplier:
                 "discovery was asked for while an update waits to be finished or rolled back; "
                 "finish it first"
             )
-        if self._packed is None:
+        if self._loaded is None:
             raise UnsupportedModelError(
                 "the loading of this model was not observed, so packed layers cannot be told from "
                 "plain ones; load it with a load_format that goes through vLLM's base loader "
@@ -103,10 +105,13 @@ class VllmSparseDeltaApplier:
                 f"the engine runs a draft model ({draft}), whose weights would go stale; "
                 "start it without speculative decoding"
             )
-        live = self._live_model()
-        self._discovery = discover(
-            live, state_dict_info, self._packed, tied_output=_ties_output(self._model_runner)
-        )
+        live, layers = self._live_model(), self._layers
+        layers.context = live.load_context
+        refused = [*self._loaded.refused, *(PackedLayer(*item) for item in layers.check().items())]
+        with layers.loader_state():
+            self._discovery = discover(
+                live, state_dict_info, refused, tied_output=_ties_output(self._model_runner)
+            )
         return set(self._discovery.names(LoadKind.SKIP))
 
     @property
@@ -149,6 +154,11 @@ class VllmSparseDeltaApplier:
                 if wrong := int((found != expected[selected]).sum()):
                     different[name] = different.get(name, 0) + wrong
         return compared, different
+
+    @property
+    def _layers(self) -> PackedLayers:
+        assert self._loaded is not None
+        return self._loaded.layers
 
     def _live_model(self) -> LiveModel:
         return LiveModel(
@@ -246,20 +256,28 @@ class VllmSparseDeltaApplier:
         # In the order of discovery, not of arrival: what was seen then is what the loader does now.
         names = [n for n in self.discovery.weights if n in deltas and n not in redundant]
         earlier, writer = self._writer, self._writer or WeightWriter(self.sample_limit)
-        mark = writer.mark()
+        mark, swaps = writer.mark(), self._layers.mark()
         # Before anything is written, so that an interrupt cannot lose the way back.
         self._writer = writer
         try:
-            self._load(names, deltas, writer)
+            with self._layers.loader_state():
+                self._load(names, deltas, writer)
+            self._layers.reprocess(self._written(names), writer)
         except BaseException as error:
             writer.roll_back(mark)
+            self._layers.undo(swaps)
             self.synchronize_device()
             self._writer = earlier
             if isinstance(error, RefitError) or not isinstance(error, Exception):
                 raise
             raise TransactionError(
-                f"the model's loader raised {type(error).__name__}: {error}; nothing was changed"
+                f"the model's loader or its post-load processing raised {type(error).__name__}: {error}; "
+                "nothing was changed"
             ) from error
+
+    def _written(self, names: Sequence[str]) -> set[int]:
+        """The storages that the tensors ``names`` go to."""
+        return {storage_key(c.target) for n in names for c in self.discovery.weights[n].copies}
 
     def _load(self, names: Sequence[str], deltas: DeltasByName, writer: WeightWriter) -> None:
         """Write plain copies where discovery saw them go, and everything else through the loader."""
@@ -348,12 +366,14 @@ class VllmSparseDeltaApplier:
         """Keep the applied update for good: the undo log is dropped."""
         if self._writer is not None:
             self._writer.release()
+            self._layers.release()
             self._writer = None
 
     def roll_back(self) -> None:
         """Take all applied, unreleased updates back, bit for bit; harmless when there is none."""
         if self._writer is not None:
             self._writer.roll_back()
+            self._layers.undo()
             self.synchronize_device()
             self._writer = None
 

@@ -14,7 +14,8 @@ from vllm_sparse_refit.apply.elementwise import is_elementwise, load_test_values
 from vllm_sparse_refit.apply.live_model import LiveModel
 from vllm_sparse_refit.apply.load_mode import LoaderCopy, LoaderWeight, LoadKind
 from vllm_sparse_refit.apply.placement import Box, boxes_overlap
-from vllm_sparse_refit.apply.processing import PackedLayer, storage_key
+from vllm_sparse_refit.apply.processing import PackedLayer
+from vllm_sparse_refit.apply.storage import storage_key
 from vllm_sparse_refit.codec.dtypes import bits_view
 from vllm_sparse_refit.errors import RefitError
 

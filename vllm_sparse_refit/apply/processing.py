@@ -9,35 +9,11 @@ do not tell, so the bits, storages and attributes of every module are compared b
 import functools
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
-from unittest import mock
 
 import torch
-import xxhash
 
-from vllm_sparse_refit.codec.dtypes import bits_view
-
-_CHUNK = 1 << 24
-
-ViewKey = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]
-
-
-def storage_key(tensor: torch.Tensor) -> int:
-    """Identifies the storage that ``tensor`` views, as long as that storage lives."""
-    return tensor.untyped_storage().data_ptr()
-
-
-def view_key(tensor: torch.Tensor) -> ViewKey:
-    """Identifies exactly the elements that ``tensor`` views, as long as its storage lives."""
-    return (
-        storage_key(tensor),
-        int(tensor.storage_offset()),
-        tuple(tensor.shape),
-        tuple(tensor.stride()),
-        tensor.dtype,
-    )
+from vllm_sparse_refit.apply.storage import ViewKey, storage_key, tensor_digest, view_key
 
 
 @dataclass(frozen=True)
@@ -69,46 +45,6 @@ class _ModuleState:
     parameters: Mapping[str, _TensorState]
     buffers: Mapping[str, _TensorState]
     attributes: Mapping[str, _Attribute]
-
-
-class PostLoadObserver:
-    """Collects, for each model loaded while it watches, the layers that processing packed.
-
-    One owner: the worker that loads the model. Not thread-safe.
-    """
-
-    def __init__(self) -> None:
-        self._reports: list[tuple[torch.nn.Module, tuple[PackedLayer, ...]]] = []
-
-    def report(self, model: torch.nn.Module) -> tuple[PackedLayer, ...] | None:
-        """The packed layers of ``model``, or None when its loading was not observed.
-
-        ``model`` may be a wrapper put around the observed module after loading (LoRA, a graph
-        wrapper); the report is found through the parameters they share.
-        """
-        for observed, packed in self._reports:
-            if observed is model:
-                return packed
-        parameters = {id(p) for p in model.parameters()}
-        for observed, packed in self._reports:
-            if any(id(p) in parameters for p in observed.parameters()):
-                return packed
-        return None
-
-    @contextmanager
-    def watch(self) -> Iterator[None]:
-        """Observe every model that vLLM's base loader processes while the context is open."""
-        from vllm.model_executor.model_loader import base_loader
-
-        # The loader calls the function as a name in its own module.
-        process = base_loader.process_weights_after_loading
-
-        def observed(model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-            packed = packed_layers(model, lambda: process(model, *args, **kwargs))
-            self._reports.append((model, packed))
-
-        with mock.patch.object(base_loader, "process_weights_after_loading", observed):
-            yield
 
 
 def packed_layers(model: torch.nn.Module, process: Callable[[], object]) -> tuple[PackedLayer, ...]:
@@ -171,18 +107,6 @@ def _is_helper(value: object) -> bool:
     return hasattr(value, "__dict__") and not isinstance(
         value, _PLAIN | torch.Tensor | types.FunctionType | functools.partial
     )
-
-
-def tensor_digest(tensor: torch.Tensor) -> bytes:
-    """xxh3-128 over the bits of ``tensor`` in row-major order, read chunk by chunk."""
-    digest = xxhash.xxh3_128()
-    if tensor.is_meta or tensor.numel() == 0:
-        return digest.digest()
-    flat = bits_view(tensor.detach()).reshape(-1)
-    for start in range(0, flat.numel(), _CHUNK):
-        chunk: Any = flat[start : start + _CHUNK].cpu().numpy()
-        digest.update(chunk)
-    return digest.digest()
 
 
 def _packed_layers(

@@ -1,0 +1,423 @@
+"""Packed layers: their weights as the native loader writes them, and how to process these again.
+
+A packed layer's parameters no longer have the layout that the native loader writes. Its *shadow* is what the
+layer held before its post-load processing, in host memory. A commit writes deltas into the shadow, has vLLM
+process the touched layers again as if for the first time, and writes the results into the tensors in use,
+whose addresses stay. Only elements that differ are written, through the same undo log as everything else.
+"""
+
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm_sparse_refit.apply.slots import (
+    Equivalence,
+    Held,
+    SlotId,
+    SlotStates,
+    capture,
+    is_changed,
+    same_bits,
+    storages,
+)
+from vllm_sparse_refit.apply.steps import LayerGroup, Process, WalkedModel
+from vllm_sparse_refit.apply.storage import storage_key, view_key
+from vllm_sparse_refit.apply.writer import WeightWriter
+from vllm_sparse_refit.codec.dtypes import bits_view
+from vllm_sparse_refit.errors import TransactionError, UnsupportedModelError
+
+Context = Callable[[], AbstractContextManager[object]]
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class PackedLayers:
+    """The packed layers of one model that can be processed again. One owner; not thread-safe.
+
+    Args:
+        model: the observed model.
+        groups: what has to be processed together.
+        process: vLLM's processing, for the model or a stand-in that lists some of its modules.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, groups: Sequence[LayerGroup], process: Process
+    ) -> None:
+        self._model = model
+        self._groups = list(groups)
+        self._process = process
+        self._swaps = _Swaps()
+        self._checked: dict[str, str] | None = None
+        self.context: Context = nullcontext
+        self._devices: dict[SlotId, torch.device] = {}
+        for group in groups:
+            self._devices |= _move_to_host(group)
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory that the shadows take beyond what the model uses, in bytes."""
+        live = storages(s for group in self._groups for s in group.after.values())
+        kept: dict[int, int] = {}
+        for group in self._groups:
+            for state in group.before.values():
+                if state is not None and state.data is not None and state.data.numel():
+                    kept[storage_key(state.data)] = state.data.untyped_storage().nbytes()
+        return sum(size for key, size in kept.items() if key not in live)
+
+    def __len__(self) -> int:
+        return sum(len(group.modules) for group in self._groups)
+
+    def drop(self) -> None:
+        """Give the shadows up."""
+        self._groups.clear()
+        self._swaps.release()
+
+    # --- the layout that the native loader writes -------------------------------------------------
+
+    @contextmanager
+    def loader_state(self) -> Iterator[None]:
+        """Have every packed layer as it was before its processing, its parameters the shadow.
+
+        Writes to a parameter go to the shadow meanwhile. Nothing may run the model.
+        """
+        live = [
+            (slot, registry, registry.get(slot.name, _ABSENT))
+            for group in self._groups
+            for slot in group.before
+            for registry in (_registry(slot, group),)
+        ]
+        tensors = _TensorData()
+        try:
+            for group in self._groups:
+                for slot, state in group.before.items():
+                    if state is not None and state.data is not None:
+                        tensors.set(state.value, state.data)
+                    _put(slot, state, group)
+            yield
+        finally:
+            tensors.restore()
+            for slot, registry, value in live:
+                if value is _ABSENT:
+                    registry.pop(slot.name, None)
+                else:
+                    registry[slot.name] = value
+
+    # --- processing again -------------------------------------------------------------------------
+
+    def reprocess(self, written: Collection[int], writer: WeightWriter) -> None:
+        """Bring the layers up to date that depend on the storages with the keys ``written``.
+
+        Raises:
+            UnsupportedModelError: processing does something else than it did at loading. The caller
+                rolls ``writer`` back and calls :meth:`undo`.
+        """
+        for group in self._groups:
+            if not _sources(group).isdisjoint(written):
+                self._check_unmoved(group)
+                self._update(group, self._run(group), writer)
+
+    def check(self) -> dict[str, str]:
+        """Process every layer again without a change, and compare with what is in use.
+
+        Returns:
+            Why not, by module, for the layers for which this does not give the same bits; they are
+            given up. The result is remembered.
+        """
+        if self._checked is None:
+            self._checked = {}
+            for group in self._groups:
+                if reason := self._why_unlike(group):
+                    self._checked |= dict.fromkeys((n for n, _ in group.modules), reason)
+        return self._checked
+
+    def _why_unlike(self, group: LayerGroup) -> str:
+        try:
+            self._check_unmoved(group)
+            outcome = self._run(group)
+        except Exception as error:  # vLLM's own
+            return f"processing it again raised {type(error).__name__}: {error}"
+        for slot, (live, fresh) in outcome.pairs.items():
+            if live.shape != fresh.shape or live.dtype != fresh.dtype or not same_bits(live, fresh):
+                return f"processing it again does not give the same {slot}"
+        return next((why for s in outcome.others if (why := self._why_fixed(outcome, s))), "")
+
+    def _run(self, group: LayerGroup) -> "_Outcome":
+        """Process ``group`` as if for the first time, on copies, and put everything back."""
+        territory = group.territory
+        live = capture(territory)
+        tensors, working = _TensorData(), _WorkingCopies()
+        fresh: SlotStates = {}
+        try:
+            for slot, state in live.items():
+                if _is_input(slot, state, group):
+                    assert state.data is not None
+                    tensors.set(state.value, working.of(state.data, state.data.device))
+            for slot, before in group.before.items():
+                if before is not None and before.data is not None:
+                    tensors.set(before.value, working.of(before.data, self._devices[slot]))
+                _put(slot, before, group)
+            with self.context(), torch.no_grad():
+                self._process(WalkedModel(self._model, group.modules, hook=group.has_hook))
+            fresh = capture(territory)
+        finally:
+            now = fresh or capture(territory)
+            tensors.restore()
+            _restore(live, now)
+        return _outcome(live, fresh, group)
+
+    def _update(self, group: LayerGroup, outcome: "_Outcome", writer: WeightWriter) -> None:
+        for slot, (live, fresh) in outcome.pairs.items():
+            if live.shape != fresh.shape or live.dtype != fresh.dtype:
+                raise UnsupportedModelError(
+                    f"processing {group.name} again gives {slot} another shape or dtype than at loading; "
+                    "nothing was changed"
+                )
+            positions, bits = _differences(live, fresh)
+            if positions.numel() and slot not in group.before:
+                raise UnsupportedModelError(
+                    f"processing {group.name} again changes {slot}, which it left alone at loading; "
+                    "nothing was changed"
+                )
+            if positions.numel():
+                # Derived elements may have been written by an earlier update of the same transfer.
+                writer.supersede(live, positions)
+                writer.overwrite(live, positions, bits)
+        for slot in outcome.others:
+            if outcome.can_stay(slot):
+                continue
+            if reason := self._why_fixed(outcome, slot):
+                raise UnsupportedModelError(f"{group.name}: {reason}; nothing was changed")
+            registry, value = outcome.replacement(slot)
+            self._swaps.set(registry, slot.name, value)
+
+    def _why_fixed(self, outcome: "_Outcome", slot: SlotId) -> str:
+        """Why a slot cannot get what processing made; empty when it can."""
+        if outcome.can_stay(slot):
+            return ""
+        if slot not in outcome.fresh or slot not in outcome.live:
+            return f"processing it again does not leave the same {slot} as loading did"
+        devices = {pair[0].device.type for pair in outcome.pairs.values()}
+        if devices - {"cpu"}:
+            return (
+                f"{slot} is made anew by its processing, where captured graphs may use the old one"
+            )
+        return ""
+
+    def _check_unmoved(self, group: LayerGroup) -> None:
+        live = capture(group.territory)
+        for slot in group.before:
+            expected, found = group.after.get(slot), live.get(slot)
+            if expected is None or expected.data is None:
+                continue
+            if (
+                found is None
+                or found.data is None
+                or view_key(found.data) != view_key(expected.data)
+            ):
+                raise TransactionError(
+                    f"{slot} has moved since the model was loaded (a reload, or sleep); start the engine "
+                    "again with the weights that it should hold"
+                )
+
+    # --- taking swapped objects back --------------------------------------------------------------
+
+    def mark(self) -> int:
+        """Where the log of swapped objects stands now, for :meth:`undo`."""
+        return len(self._swaps)
+
+    def undo(self, mark: int = 0) -> None:
+        """Put the objects back that were swapped since ``mark``, newest first."""
+        self._swaps.undo(mark)
+
+    def release(self) -> None:
+        """Forget how to undo."""
+        self._swaps.release()
+
+
+@dataclass(frozen=True, eq=False)
+class _Outcome:
+    """What processing again made, and what is in use.
+
+    Attributes:
+        pairs: tensors in use and fresh ones, by slot: results, and inputs that must not have changed.
+        others: slots that hold another object, or nothing, afterwards.
+    """
+
+    live: SlotStates
+    fresh: SlotStates
+    pairs: dict[SlotId, Pair]
+    others: tuple[SlotId, ...]
+
+    def can_stay(self, slot: SlotId) -> bool:
+        """Whether the object in use is as good as the fresh one once the pairs are written."""
+        live, fresh = self.live.get(slot), self.fresh.get(slot)
+        if live is None or fresh is None:
+            return False
+        return Equivalence(self.pairs.values()).holds(live.value, fresh.value)
+
+    def replacement(self, slot: SlotId) -> tuple[MutableMapping[str, Any], Any]:
+        return self.live[slot].registry, self.fresh[slot].value
+
+
+def _outcome(live: SlotStates, fresh: SlotStates, group: LayerGroup) -> _Outcome:
+    pairs: dict[SlotId, Pair] = {}
+    others: list[SlotId] = []
+    for slot in live.keys() | fresh.keys():
+        old, new = live.get(slot), fresh.get(slot)
+        if old is not None and new is not None:
+            if old.registry is not new.registry:
+                continue  # of a helper object that was itself made anew
+            tracked = slot in group.before or _is_input(slot, old, group)
+            if tracked and old.data is not None and new.data is not None:
+                pairs[slot] = (old.data, new.data)
+                continue
+        elif _belongs_to_new_helper(slot, live, fresh):
+            continue
+        if is_changed(old, new):
+            others.append(slot)
+    return _Outcome(live, fresh, pairs, tuple(others))
+
+
+def _belongs_to_new_helper(slot: SlotId, live: SlotStates, fresh: SlotStates) -> bool:
+    helper = SlotId(slot.module, "attribute", slot.registry)
+    return helper in live and helper in fresh and live[helper].value is not fresh[helper].value
+
+
+def _is_input(slot: SlotId, state: Held, group: LayerGroup) -> bool:
+    """Whether a tensor was there at loading and was left alone by processing."""
+    if state.data is None or slot in group.before or slot not in group.after:
+        return False
+    return group.after[slot].value is state.value
+
+
+def _sources(group: LayerGroup) -> set[int]:
+    """The storages that the layers' processed state depends on."""
+    before = [state for state in group.before.values() if state is not None]
+    inputs = [s for slot, s in group.after.items() if slot not in group.before]
+    return storages([*before, *inputs]) | group.reads
+
+
+def _differences(live: torch.Tensor, fresh: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Flat positions in the storage of ``live`` (int64) where ``fresh`` has other bits, and those."""
+    new_bits = bits_view(fresh.to(live.device))
+    different = bits_view(live) != new_bits
+    start = int(live.storage_offset())
+    if live.is_contiguous():
+        positions = torch.nonzero(different.reshape(-1)).squeeze(1)
+        return positions + start, new_bits.reshape(-1)[positions]
+    coordinates = torch.nonzero(different)
+    strides = torch.tensor(live.stride(), device=coordinates.device)
+    return coordinates @ strides + start, new_bits[different]
+
+
+# --- putting things into slots --------------------------------------------------------------------
+
+
+def _registry(slot: SlotId, group: LayerGroup) -> MutableMapping[str, Any]:
+    state = group.before.get(slot) or group.after[slot]
+    return state.registry
+
+
+_ABSENT = object()
+
+
+def _put(slot: SlotId, state: Held | None, group: LayerGroup) -> None:
+    if state is None:
+        _registry(slot, group).pop(slot.name, None)
+    else:
+        state.registry[slot.name] = state.original
+
+
+def _restore(live: SlotStates, now: SlotStates) -> None:
+    """Give every slot back what it held, and every container its contents."""
+    for slot, state in now.items():
+        if slot not in live:
+            state.registry.pop(slot.name, None)
+    for slot, state in live.items():
+        if state.registry.get(slot.name, state) is not state.value:
+            state.registry[slot.name] = state.value
+        if state.contents is not None:
+            _refill(state.value, state.contents)
+
+
+def _refill(container: Any, contents: Any) -> None:
+    if isinstance(container, list):
+        container[:] = contents
+    else:
+        container.clear()
+        container.update(contents)
+
+
+class _TensorData:
+    """Tensor objects whose ``.data`` was exchanged for a while."""
+
+    def __init__(self) -> None:
+        self._saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def set(self, tensor: torch.Tensor, data: torch.Tensor) -> None:
+        self._saved.setdefault(id(tensor), (tensor, tensor.detach()))
+        tensor.data = data
+
+    def restore(self) -> None:
+        for tensor, data in self._saved.values():
+            tensor.data = data
+
+
+class _WorkingCopies:
+    """Copies of tensors, one of each storage, so that views of one storage stay views of one."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, torch.Tensor] = {}
+
+    def of(self, data: torch.Tensor, device: torch.device) -> torch.Tensor:
+        if data.numel() == 0:
+            return data.clone().to(device)
+        key = storage_key(data)
+        if key not in self._storages:
+            elements = data.untyped_storage().nbytes() // data.element_size()
+            self._storages[key] = data.as_strided((elements,), (1,), 0).to(device, copy=True)
+        flat = self._storages[key]
+        if flat.dtype != data.dtype:
+            flat = flat.view(torch.uint8).view(data.dtype)
+        return flat.as_strided(data.shape, data.stride(), data.storage_offset())
+
+
+def _move_to_host(group: LayerGroup) -> dict[SlotId, torch.device]:
+    """Keep the shadows in host memory and only there; returns where they were."""
+    in_use = {id(state.value) for state in group.after.values()}
+    devices: dict[SlotId, torch.device] = {}
+    for slot, state in group.before.items():
+        if state is None or state.data is None:
+            continue
+        devices[slot] = state.data.device
+        data = state.data.cpu()
+        group.before[slot] = Held(state.registry, state.value, data, state.contents)
+        if id(state.value) not in in_use:
+            state.value.data = data
+    return devices
+
+
+class _Swaps:
+    """A log of objects put into slots, that can be undone."""
+
+    def __init__(self) -> None:
+        self._log: list[tuple[MutableMapping[str, Any], str, Any]] = []
+
+    def __len__(self) -> int:
+        return len(self._log)
+
+    def set(self, registry: MutableMapping[str, Any], name: str, value: Any) -> None:
+        self._log.append((registry, name, registry[name]))
+        registry[name] = value
+
+    def undo(self, mark: int) -> None:
+        while len(self._log) > mark:
+            registry, name, value = self._log[-1]
+            registry[name] = value
+            self._log.pop()
+
+    def release(self) -> None:
+        self._log.clear()
