@@ -98,6 +98,26 @@ _FAMILIES: dict[str, _Family] = {
         without=("head_dim",),
     ),
 }
+_FAMILIES["deepseek_v3"] = _Family(
+    "deepseek_v3",
+    {
+        **_FAMILIES["deepseek_v2"].settings,
+        "q_lora_rank": 64,
+        "topk_method": "noaux_tc",
+        "num_nextn_predict_layers": 0,
+    },
+    without=("head_dim",),
+)
+_FAMILIES["gpt_oss"] = _Family(
+    "gpt_oss",
+    {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 64,
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+)
 FAMILIES = tuple(_FAMILIES)
 
 
@@ -162,6 +182,16 @@ def perturb_checkpoint(
                 changed += count
         save_file(tensors, target / file.name, metadata=metadata)
     return changed
+
+
+def checkpoint_steps(folder: Path, family: str, **settings: Any) -> list[Path]:
+    """Four checkpoints, each a small change of the one before; ``settings`` as for the first."""
+    steps = [build_checkpoint(folder / "0", family, **settings)]
+    for number, fraction in enumerate((0.02, 0.3, 0.005), start=1):
+        target = folder / str(number)
+        perturb_checkpoint(steps[-1], target, fraction=fraction, seed=number, change="values")
+        steps.append(target)
+    return steps
 
 
 # (tensor, its bits as integers, generator) -> other bits for every element

@@ -390,7 +390,7 @@ def _applier(**options: object) -> ToyApplier:
 
 def test_a_model_whose_loading_was_not_observed_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="not observed"):
-        _applier(packed=None).discover_native_skips({})
+        _applier(loaded=None).discover_native_skips({})
 
 
 def test_a_draft_model_is_refused() -> None:

@@ -118,6 +118,6 @@ def state(llm: Any) -> tuple[list[dict[str, str]], list[Any]]:
 
 
 def fresh_state(folder: Path, **settings: Any) -> tuple[list[dict[str, str]], list[Any]]:
-    """The state of an engine started from ``folder`` just for this."""
-    with engine(folder, **settings) as llm:
+    """The state of a plain engine, without the plugin, started from ``folder`` just for this."""
+    with engine(folder, **{"plugins": None, **settings}) as llm:
         return state(llm)

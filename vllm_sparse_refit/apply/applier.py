@@ -100,13 +100,20 @@ class VllmSparseDeltaApplier:
                 "plain ones; load it with a load_format that goes through vLLM's base loader "
                 "(auto, safetensors, dummy)"
             )
+        if self._model_runner.vllm_config.parallel_config.enable_eplb:
+            raise UnsupportedModelError(
+                "the engine moves experts between ranks (enable_eplb), so their weights do not stay where "
+                "they were loaded; start it without expert load balancing"
+            )
         if draft := _draft_model(self._model_runner):
             raise UnsupportedModelError(
                 f"the engine runs a draft model ({draft}), whose weights would go stale; "
                 "start it without speculative decoding"
             )
         live, layers = self._live_model(), self._layers
+        layers.check_usable()
         layers.context = live.load_context
+        layers.numbers_may_change = self._model_runner.vllm_config.model_config.enforce_eager
         refused = [*self._loaded.refused, *(PackedLayer(*item) for item in layers.check().items())]
         with layers.loader_state():
             self._discovery = discover(
@@ -326,6 +333,17 @@ class VllmSparseDeltaApplier:
                     f"{name}: the model's loader made {seen} copies, but {expected} at discovery; "
                     "nothing was changed"
                 )
+
+    def weights_were_replaced(self, by: str) -> None:
+        """Note that something else wrote the weights: what is kept of packed layers is not theirs now."""
+        if self._loaded is not None:
+            self._layers.became_stale(by)
+
+    def shadow_status(self) -> dict[str, int]:
+        """How many packed layers are kept as they were loaded, and the host memory that takes."""
+        if self._loaded is None:
+            return {"packed_layers": 0, "shadow_bytes": 0}
+        return {"packed_layers": len(self._layers), "shadow_bytes": self._layers.nbytes}
 
     def reset_adapters(self) -> None:
         """Drop LoRA state that was derived from the base weights, as vLLM's own reload does."""

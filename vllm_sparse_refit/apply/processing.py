@@ -176,7 +176,8 @@ def _attribute_holds_copy(old: _Attribute, value: object, kept: set[int]) -> boo
     if value is old.value:
         return False
     if isinstance(value, float):
-        return isinstance(old.value, float) and old.value != value
+        # Also one that is new: a scale computed from weights.
+        return not isinstance(old.value, float) or old.value != value
     return _may_hold_tensors(value, kept, depth=3)
 
 

@@ -19,6 +19,7 @@ from vllm_sparse_refit.apply.slots import (
     SlotId,
     SlotStates,
     capture,
+    held,
     is_changed,
     same_bits,
     storages,
@@ -41,6 +42,11 @@ class PackedLayers:
         model: the observed model.
         groups: what has to be processed together.
         process: vLLM's processing, for the model or a stand-in that lists some of its modules.
+
+    Attributes:
+        context: makes the context in which processing runs.
+        numbers_may_change: whether a plain number that processing derives may be replaced; not where
+            compiled code may have it as a constant.
     """
 
     def __init__(
@@ -51,7 +57,9 @@ class PackedLayers:
         self._process = process
         self._swaps = _Swaps()
         self._checked: dict[str, str] | None = None
+        self._stale = ""
         self.context: Context = nullcontext
+        self.numbers_may_change = True
         self._devices: dict[SlotId, torch.device] = {}
         for group in groups:
             self._devices |= _move_to_host(group)
@@ -69,6 +77,23 @@ class PackedLayers:
 
     def __len__(self) -> int:
         return sum(len(group.modules) for group in self._groups)
+
+    def became_stale(self, by: str) -> None:
+        """Note that ``by`` gave the layers other weights than the shadows hold."""
+        self._stale = by
+
+    def check_usable(self) -> None:
+        """Check that the shadows are the weights that the layers were made of.
+
+        Raises:
+            UnsupportedModelError: they are not; says which layers.
+        """
+        if self._groups and self._stale:
+            raise UnsupportedModelError(
+                f"{self._stale} replaced the weights of packed layers ({self._groups[0].name} and others), "
+                "of which this worker keeps the earlier ones as they were loaded; start the engine again "
+                "from the weights that it should hold"
+            )
 
     def drop(self) -> None:
         """Give the shadows up."""
@@ -199,6 +224,11 @@ class PackedLayers:
             return ""
         if slot not in outcome.fresh or slot not in outcome.live:
             return f"processing it again does not leave the same {slot} as loading did"
+        values = outcome.live[slot].value, outcome.fresh[slot].value
+        if not self.numbers_may_change and all(isinstance(v, int | float) for v in values):
+            return (
+                f"{slot} is a number made from weights, which compiled code may have as a constant"
+            )
         devices = {pair[0].device.type for pair in outcome.pairs.values()}
         if devices - {"cpu"}:
             return (
@@ -339,7 +369,7 @@ def _restore(live: SlotStates, now: SlotStates) -> None:
     for slot, state in live.items():
         if state.registry.get(slot.name, state) is not state.value:
             state.registry[slot.name] = state.value
-        if state.contents is not None:
+        if state.contents is not None and is_changed(state, held(state.registry, slot.name)):
             _refill(state.value, state.contents)
 
 

@@ -93,6 +93,13 @@ class Receiver:
         """Open the server. Called once, when the model is loaded."""
         self.address = self._server.start()
         logger.info("this worker receives weight updates at %s", self.address)
+        if (kept := self._applier.shadow_status())["packed_layers"]:
+            logger.info(
+                "%d packed layers are kept as they were loaded, in %.1f MiB of host memory, so that they can "
+                "be updated; shadow_packed_layers and max_shadow_bytes limit this",
+                kept["packed_layers"],
+                kept["shadow_bytes"] / (1 << 20),
+            )
 
     def close(self) -> None:
         """End the server thread; harmless when repeated."""
@@ -150,6 +157,7 @@ class Receiver:
                 "transfer_id": transfer.transfer_id if transfer else None,
                 "staged_bytes": transfer.staged_bytes if transfer else 0,
                 "last_error": self._last_error,
+                **self._applier.shadow_status(),
                 "server": self._server.status(),
             }
 
@@ -356,6 +364,7 @@ class Receiver:
             transfer, version = self._transfer, self._version.following(by, [by])
             if transfer is None:
                 self._version = version
+        self._applier.weights_were_replaced(by)
         if transfer is not None:
             self._applier.release()
             self._end(transfer, version)

@@ -1,0 +1,102 @@
+"""Layers that vLLM packs after loading: after a sync they equal those of a plain, fresh engine."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoints import checkpoint_steps
+from tests.engine.engines import engine, fresh_state, state
+from vllm_sparse_refit import SyncConfig, WeightSynchronizer
+from vllm_sparse_refit.apply.shadow import PackedLayers
+from vllm_sparse_refit.errors import TransactionError, UnsupportedModelError
+
+pytestmark = pytest.mark.engine
+
+# Small chunks and payloads, so that even a small model takes several of each.
+SMALL = SyncConfig(chunk_elements=5_000, payload_bytes=4_096)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("mixtral", {}),
+        ("qwen3_moe", {}),
+        ("gpt_oss", {}),
+        ("deepseek_v2", {"dtype": "float32"}),
+        ("deepseek_v3", {}),
+        ("qwen3", {"dtype": "float32"}),
+        ("llama", {"dtype": "float32", "enforce_eager": False}),
+        ("mixtral", {"processes": True}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
+)
+def test_three_syncs_equal_a_plain_engine(
+    family: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    steps = checkpoint_steps(tmp_path, family)
+    with engine(steps[0], **settings) as llm:
+        start = state(llm)
+        sync = WeightSynchronizer.connect(llm, config=SMALL)
+        sync.snapshot(steps[0])
+        (status,) = sync.status()
+        assert status["packed_layers"] > 0
+        assert status["shadow_bytes"] > 0
+        for step in steps[1:]:
+            sync.sync(step)
+        synced = state(llm)
+    assert start[0] != synced[0]
+    assert start[1] != synced[1]
+    assert synced == fresh_state(steps[-1], **settings)
+
+
+def test_a_commit_that_fails_between_two_layers_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = checkpoint_steps(tmp_path, "mixtral")
+    # fp32, where experts are packed into tensors and linear layers into closures.
+    with engine(steps[0], dtype="float32") as llm:
+        unchanged = state(llm)
+        sync = WeightSynchronizer.connect(llm)
+        sync.snapshot(steps[0])
+        run, runs = PackedLayers._run, 0
+
+        def fail_later(layers: PackedLayers, group: Any) -> Any:
+            nonlocal runs
+            runs += 1
+            if runs == 6:
+                raise MemoryError("no memory for another copy")
+            return run(layers, group)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(PackedLayers, "_run", fail_later)
+            with pytest.raises(TransactionError, match="no memory for another copy"):
+                sync.sync(steps[1])
+        assert state(llm) == unchanged
+        sync.sync(steps[1])
+        # After all has been written, too.
+        with monkeypatch.context() as patch:
+            patch.setattr(type(llm.llm_engine), "reset_encoder_cache", lambda _: 1 / 0)
+            with pytest.raises(Exception, match="could not drop its caches"):
+                sync.sync(steps[2])
+        first = state(llm)
+        sync.sync(steps[2])
+        second = state(llm)
+    assert first == fresh_state(steps[1], dtype="float32")
+    assert second == fresh_state(steps[2], dtype="float32")
+
+
+def test_after_vllms_own_reload_packed_layers_are_refused_by_name(tmp_path: Path) -> None:
+    steps = checkpoint_steps(tmp_path, "llama")
+    with engine(steps[0], dtype="float32") as llm:
+        sync = WeightSynchronizer.connect(llm)
+        sync.snapshot(steps[0])
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(steps[1])})
+        assert llm.reset_prefix_cache()
+        reloaded = state(llm)
+        with pytest.raises(
+            UnsupportedModelError, match=r"reload_weights .* start the engine again"
+        ):
+            sync.snapshot(steps[1])
+        assert state(llm) == reloaded
+    assert reloaded == fresh_state(steps[1], dtype="float32")
