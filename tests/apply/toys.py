@@ -161,6 +161,25 @@ def _one_element(model: ToyModel, weights: Weights) -> None:
         getattr(model, name).data.fill_(weight.item())
 
 
+def _chunked(model: ToyModel, weights: Weights) -> None:
+    for _, weight in weights:  # up and gate in one, the other way round in the parameter
+        up, gate = weight.chunk(2, dim=0)
+        model.gate_up.data[:3].copy_(gate)
+        model.gate_up.data[3:].copy_(up)
+
+
+def _padded_by_cat(model: ToyModel, weights: Weights) -> None:
+    for _, weight in weights:
+        padding = torch.zeros(2, *weight.shape[1:], dtype=weight.dtype)
+        model.weight.data.copy_(torch.cat([weight, padding]))
+
+
+def _loaded_twice(model: ToyModel, weights: Weights) -> None:
+    for _, weight in weights:
+        model.first.data.copy_(weight)
+        model.second.data.copy_(weight.t())
+
+
 def _collecting(model: ToyModel, weights: Weights) -> None:
     collected = dict(weights)
     for name in sorted(collected, reverse=True):
@@ -257,6 +276,13 @@ TOYS = {
         {"scale": (1,), "bias": ()},
         _one_element,
         {"scale": _DENSE, "bias": _DENSE},
+    ),
+    "chunked": Toy({"up_gate": (6, 5)}, {"gate_up": (6, 5)}, _chunked, {"up_gate": _VIEW}),
+    "padded_by_cat": Toy(
+        {"weight": (4, 5)}, {"weight": (6, 5)}, _padded_by_cat, {"weight": _DENSE}
+    ),
+    "loaded_twice": Toy(
+        {"weight": (4, 5)}, {"first": (4, 5), "second": (5, 4)}, _loaded_twice, {"weight": _VIEW}
     ),
     "collecting": Toy(
         {"a": (4, 6), "b": (3, 5)},

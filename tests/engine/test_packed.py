@@ -50,6 +50,28 @@ def test_three_syncs_equal_a_plain_engine(
     assert synced == fresh_state(steps[-1], **settings)
 
 
+def test_projections_that_mla_keeps_as_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU they are views of ``kv_b_proj``; other backends and quantized layers make copies."""
+    from vllm.model_executor.layers.attention import mla_attention
+
+    split = mla_attention.split_kv_b_proj
+    monkeypatch.setattr(
+        mla_attention, "split_kv_b_proj", lambda *args: [part.clone() for part in split(*args)]
+    )
+    steps = checkpoint_steps(tmp_path, "deepseek_v2", first_k_dense_replace=2)
+    with engine(steps[0]) as llm:
+        sync = WeightSynchronizer.connect(llm, config=SMALL)
+        sync.snapshot(steps[0])
+        (status,) = sync.status()
+        assert status["packed_layers"] == 2
+        for step in steps[1:]:
+            sync.sync(step)
+        synced = state(llm)
+    assert synced == fresh_state(steps[-1])
+
+
 def test_a_commit_that_fails_between_two_layers_is_taken_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -345,6 +345,25 @@ class VllmSparseDeltaApplier:
             return {"packed_layers": 0, "shadow_bytes": 0}
         return {"packed_layers": len(self._layers), "shadow_bytes": self._layers.nbytes}
 
+    def routes(self) -> dict[str, int]:
+        """How many canonical tensors go which way into this rank's model, as discovery found.
+
+        Returns:
+            ``{"placement", "native", "shadow", "skipped", "unsupported"}``: written where they were seen to
+            go, through the model's loader, either of these into layers that are processed again
+            afterwards, not at all, and refused.
+        """
+        names = {LoadKind.VIEW: "placement", LoadKind.SKIP: "skipped"}
+        names[LoadKind.UNSUPPORTED] = "unsupported"
+        counts = dict.fromkeys(("placement", "native", "shadow", "skipped", "unsupported"), 0)
+        sources = self._layers.sources()
+        for weight in self.discovery.weights.values():
+            route = names.get(weight.kind, "native")
+            if any(storage_key(copy.target) in sources for copy in weight.copies):
+                route = "shadow"
+            counts[route] += 1
+        return counts
+
     def reset_adapters(self) -> None:
         """Drop LoRA state that was derived from the base weights, as vLLM's own reload does."""
         reset = getattr(self._model_runner, "reset_lora_state", None)

@@ -78,6 +78,10 @@ class PackedLayers:
     def __len__(self) -> int:
         return sum(len(group.modules) for group in self._groups)
 
+    def sources(self) -> set[int]:
+        """The keys of the storages that make a layer be processed again when they are written."""
+        return set().union(*(_sources(group) for group in self._groups))
+
     def became_stale(self, by: str) -> None:
         """Note that ``by`` gave the layers other weights than the shadows hold."""
         self._stale = by

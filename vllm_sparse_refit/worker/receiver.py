@@ -176,6 +176,7 @@ class Receiver:
             "unsupported": found.unsupported,
             "packed": {layer.module: layer.reason for layer in found.packed},
             "uncovered": list(found.uncovered),
+            "routes": self._applier.routes(),
         }
 
     def compare(self, samples: Samples) -> dict[str, Any]:

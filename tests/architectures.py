@@ -1,0 +1,217 @@
+"""Tiny configurations of real architectures, by name: random weights, nothing downloaded."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers.models.auto import CONFIG_MAPPING
+
+VOCABULARY = 512  # token ids are 0 .. VOCABULARY - 1
+
+# Attention on the CPU needs heads of 32 or more. No end token, so generation never stops early.
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+}
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+_GPT2_SIZES = {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 256}
+_DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,  # with the next one, the only sizes MLA has on the CPU
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+    "topk_method": "greedy",
+    "n_group": 1,
+    "topk_group": 1,
+}
+_GEMMA: dict[str, Any] = {
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 32,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture.
+
+    Attributes:
+        model_type: of transformers.
+        settings: of its configuration, beside the common ones.
+        without: common settings that it does not have.
+        auto_class: the transformers class that builds it.
+        engine: what its engines need beside the usual settings.
+        runs: how its engines are asked: ``"generate"``, ``"embed"``, or ``"load"`` where they cannot be.
+    """
+
+    model_type: str
+    settings: Mapping[str, Any]
+    without: tuple[str, ...] = ()
+    auto_class: str = "AutoModelForCausalLM"
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    runs: str = "generate"
+
+    def config(self, overrides: Mapping[str, Any]) -> Any:
+        settings = {k: v for k, v in _COMMON.items() if k not in self.without}
+        return CONFIG_MAPPING[self.model_type](**{**settings, **self.settings, **overrides})
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family("llama", {}),
+    "qwen2": Family("qwen2", {}),
+    "qwen3": Family("qwen3", {"tie_word_embeddings": True}),
+    "phi3": Family("phi3", {}),
+    "gemma3": Family("gemma3_text", _GEMMA),
+    "gpt2": Family("gpt2", {**_GPT2_SIZES, "tie_word_embeddings": True}, without=_SIZES),
+    "mixtral": Family("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": Family("qwen3_moe", _EXPERTS),
+    "deepseek_v2": Family("deepseek_v2", _DEEPSEEK, without=("head_dim",)),
+    "deepseek_v3": Family(
+        "deepseek_v3",
+        {**_DEEPSEEK, "q_lora_rank": 64, "topk_method": "noaux_tc", "num_nextn_predict_layers": 0},
+        without=("head_dim",),
+    ),
+    "gpt_oss": Family(
+        "gpt_oss",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 64,
+            "sliding_window": 128,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "gemma2": Family("gemma2", _GEMMA),
+    "opt": Family(
+        "opt",
+        {"ffn_dim": 256, "word_embed_proj_dim": 128, "tie_word_embeddings": True},
+        without=("intermediate_size", "num_key_value_heads", "head_dim"),
+    ),
+    "gpt_neox": Family("gpt_neox", {}, without=("num_key_value_heads", "head_dim")),
+    "falcon": Family(
+        "falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False, "bias": False},
+        without=("intermediate_size", "num_key_value_heads", "head_dim"),
+    ),
+    "bloom": Family(
+        "bloom",
+        {"hidden_size": 128, "n_layer": 2, "n_head": 4, "tie_word_embeddings": True},
+        without=_SIZES,
+    ),
+    "starcoder2": Family("starcoder2", {"tie_word_embeddings": True}, without=("head_dim",)),
+    "mamba": Family(
+        "mamba",
+        {"state_size": 16, "num_hidden_layers": 2, "hidden_size": 128},
+        without=_SIZES,
+    ),
+    "mamba2": Family(
+        "mamba2",
+        {
+            "state_size": 16,
+            "num_heads": 8,
+            "head_dim": 32,
+            "n_groups": 1,
+            "chunk_size": 64,
+            "hidden_size": 128,
+            "num_hidden_layers": 2,
+        },
+        without=_SIZES,
+    ),
+    "nemotron_h": Family(
+        "nemotron_h",
+        {
+            "num_hidden_layers": 3,
+            "hybrid_override_pattern": "M*-",
+            "ssm_state_size": 16,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 32,
+            "mamba_n_groups": 1,
+            "n_groups": 1,
+            "chunk_size": 64,
+        },
+    ),
+    "bamba": Family(
+        "bamba",
+        {
+            "attn_layer_indices": [1],
+            "mamba_n_heads": 8,
+            "mamba_d_head": 32,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 16,
+            "mamba_chunk_size": 64,
+        },
+        without=("head_dim",),
+    ),
+    "qwen3_next": Family(
+        "qwen3_next",
+        {
+            **_EXPERTS,
+            "shared_expert_intermediate_size": 64,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
+    "lfm2": Family(
+        "lfm2",
+        {"layer_types": ["conv", "full_attention"], "tie_word_embeddings": True},
+        without=("head_dim",),
+    ),
+    "glm4": Family("glm4", {}),
+    "cohere": Family("cohere", {"tie_word_embeddings": True}, without=("head_dim",)),
+    "olmo2": Family("olmo2", {}, without=("head_dim",)),
+    "olmoe": Family("olmoe", _EXPERTS, without=("head_dim",)),
+    "granitemoe": Family(
+        "granitemoe",
+        {"num_local_experts": 4, "num_experts_per_tok": 2},
+        without=("head_dim",),
+    ),
+    "stablelm": Family("stablelm", {}, without=("head_dim",)),
+    "qwen2_moe": Family(
+        "qwen2_moe",
+        {**_EXPERTS, "shared_expert_intermediate_size": 64},
+        without=("head_dim",),
+    ),
+    "bert": Family(
+        "bert",
+        {"pad_token_id": 0},
+        without=("num_key_value_heads", "head_dim"),
+        auto_class="AutoModel",
+        engine={"runner": "pooling", "skip_tokenizer_init": False},
+        runs="embed",
+    ),
+}

@@ -1,0 +1,130 @@
+"""Compare architectures after syncs with plain, fresh engines, and write docs/models.md.
+
+``python -m tests.models_table`` does all of them, each in a process of its own; names select some, and
+``--json`` prints the results instead.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+DOCUMENT = Path(__file__).parent.parent / "docs" / "models.md"
+_BEGIN, _END = "<!-- architectures: begin -->", "<!-- architectures: end -->"
+_LIMIT_S = 300
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="architectures; none means all of them")
+    parser.add_argument("--json", action="store_true", help="print results, do not write the table")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.here:
+        print(json.dumps(compare(options.names[0])))
+        return
+    from tests.architectures import FAMILIES
+
+    results = {}
+    for name in options.names or FAMILIES:
+        results[name] = _in_a_process(name)
+        print(json.dumps({name: results[name]}), flush=True)
+    if not options.json:
+        _write(results)
+
+
+def _in_a_process(name: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "tests.models_table", "--here", name]
+    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=_LIMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"no result within {_LIMIT_S} s"}
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        errors = [line for line in done.stderr.splitlines() if "Error" in line]
+        return {"error": (errors or ["the process died"])[-1][:300]}
+    result: dict[str, Any] = json.loads(lines[-1])
+    return result
+
+
+def compare(name: str, dtype: str | None = None) -> dict[str, Any]:
+    """Sync one architecture twice and compare it with a plain engine of the last checkpoint.
+
+    Returns:
+        ``{"routes", "weights", "outputs"}``, whether both are equal; or ``{"refused": reason}``.
+    """
+    from tests import conftest  # noqa: F401  # sets the environment
+    from tests.architectures import FAMILIES
+    from tests.checkpoints import build_checkpoint, perturb_checkpoint
+    from tests.engine.engines import checksums, discovered, embed, engine, generate
+    from vllm_sparse_refit import WeightSynchronizer
+    from vllm_sparse_refit.errors import UnsupportedModelError
+
+    family = FAMILIES[name]
+    settings = {**family.engine, **({} if dtype is None else {"dtype": dtype})}
+    ask = {"generate": generate, "embed": embed, "load": lambda _: None}[family.runs]
+    with tempfile.TemporaryDirectory(prefix="models-table-") as folder:
+        steps = [Path(folder) / str(number) for number in range(3)]
+        build_checkpoint(steps[0], name)
+        for number, fraction in enumerate((0.02, 0.3)):
+            perturb_checkpoint(
+                steps[number], steps[number + 1], fraction=fraction, seed=number, change="values"
+            )
+        with engine(steps[0], **settings) as llm:
+            start = checksums(llm), ask(llm)
+            sync = WeightSynchronizer.connect(llm)
+            try:
+                sync.snapshot(steps[0])
+                for step in steps[1:]:
+                    sync.sync(step)
+            except UnsupportedModelError as error:
+                return {"refused": str(error), "unchanged": (checksums(llm), ask(llm)) == start}
+            synced = checksums(llm), ask(llm)
+            routes = discovered(llm).routes()
+        with engine(steps[-1], plugins=None, **settings) as llm:
+            fresh = checksums(llm), ask(llm)
+    return {
+        "routes": routes,
+        "weights": synced[0] == fresh[0] and synced[0] != start[0],
+        "outputs": synced[1] == fresh[1] and (synced[1] != start[1] or family.runs == "load"),
+    }
+
+
+def _write(results: dict[str, dict[str, Any]]) -> None:
+    """Put the table between its marks, and leave the rest of the document as it is."""
+    head = (
+        "| architecture | placement | native | shadow | after two syncs |\n"
+        "|---|---:|---:|---:|---|\n"
+    )
+    table = head + "".join(_row(name, result) for name, result in results.items())
+    text = DOCUMENT.read_text()
+    before, rest = text.split(_BEGIN)
+    _, after = rest.split(_END)
+    DOCUMENT.write_text(f"{before}{_BEGIN}\n\n{table}\n{_END}{after}")
+
+
+def _row(name: str, result: dict[str, Any]) -> str:
+    routes = result.get("routes", {})
+    counts = " | ".join(str(routes.get(route, "")) for route in ("placement", "native", "shadow"))
+    return f"| {name} | {counts} | {_verdict(result)} |\n"
+
+
+def _verdict(result: dict[str, Any]) -> str:
+    if "error" in result:
+        return f"vLLM does not run it here: {result['error']}"
+    if "refused" in result:
+        return f"refused: {result['refused']}"
+    if result["weights"] and result["outputs"]:
+        return "exact"
+    return f"WRONG: weights equal {result['weights']}, outputs equal {result['outputs']}"
+
+
+if __name__ == "__main__":
+    main()
