@@ -1,7 +1,7 @@
 """Tiny configurations of real architectures, by name: random weights, nothing downloaded."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers.models.auto import CONFIG_MAPPING
@@ -214,4 +214,44 @@ FAMILIES: dict[str, Family] = {
         engine={"runner": "pooling", "skip_tokenizer_init": False},
         runs="embed",
     ),
+}
+
+
+def _variant(family: str, runs: str | None = None, **engine: Any) -> Family:
+    base = FAMILIES[family]
+    return replace(base, engine={**base.engine, **engine}, runs=runs or base.runs)
+
+
+_RANKS: dict[str, Any] = {
+    "processes": True,
+    "environment": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+    "max_model_len": 64,
+}
+_TP = {**_RANKS, "tensor_parallel_size": 2}
+_PP = {**_RANKS, "pipeline_parallel_size": 2}
+_DRAFT = {"method": "draft_model", "model": "DRAFT", "num_speculative_tokens": 2}
+_NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+
+# Other ways to run some of them. Two pipeline stages, and experts on two ranks, load on the CPU and answer
+# calls, but vLLM does not generate with them there: their tensors are compared.
+FAMILIES |= {
+    "llama fp32": _variant("llama", dtype="float32"),
+    "llama fp16": _variant("llama", dtype="float16"),
+    "llama fp32, compiled": _variant("llama", dtype="float32", enforce_eager=False),
+    "mixtral, compiled": _variant("mixtral", enforce_eager=False),
+    "mixtral fp32": _variant("mixtral", dtype="float32"),
+    "deepseek_v2 fp32": _variant("deepseek_v2", dtype="float32"),
+    "qwen2, TP 2": _variant("qwen2", **_TP),
+    "mixtral, TP 2": _variant("mixtral", **_TP),
+    "deepseek_v2, TP 2": _variant("deepseek_v2", **_TP),
+    "qwen2, PP 2": _variant("qwen2", "load", **_PP),
+    "mixtral, PP 2": _variant("mixtral", "load", **_PP),
+    "deepseek_v2, PP 2": _variant("deepseek_v2", "load", **_PP),
+    "mixtral, EP 2": _variant("mixtral", "load", **_TP, enable_expert_parallel=True),
+    "deepseek_v2, EP 2": _variant("deepseek_v2", "load", **_TP, enable_expert_parallel=True),
+    "llama, LoRA enabled": _variant("llama", enable_lora=True, max_lora_rank=8),
+    "llama, n-gram speculation": _variant("llama", speculative_config=_NGRAM),
+    "llama, draft model": _variant("llama", speculative_config=_DRAFT),
+    "llama, online fp8": _variant("llama", quantization="fp8"),
+    "mixtral, online fp8": _variant("mixtral", quantization="fp8"),
 }

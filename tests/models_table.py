@@ -5,6 +5,7 @@
 """
 
 import argparse
+import functools
 import json
 import os
 import subprocess
@@ -54,22 +55,24 @@ def _in_a_process(name: str) -> dict[str, Any]:
     return result
 
 
-def compare(name: str, dtype: str | None = None) -> dict[str, Any]:
+def compare(name: str) -> dict[str, Any]:
     """Sync one architecture twice and compare it with a plain engine of the last checkpoint.
 
     Returns:
-        ``{"routes", "weights", "outputs"}``, whether both are equal; or ``{"refused": reason}``.
+        ``{"routes", "weights", "outputs"}``, the first by rank, the others whether they are equal; or
+        ``{"refused": reason}``.
     """
     from tests import conftest  # noqa: F401  # sets the environment
     from tests.architectures import FAMILIES
     from tests.checkpoints import build_checkpoint, perturb_checkpoint
-    from tests.engine.engines import checksums, discovered, embed, engine, generate
+    from tests.engine.engines import checksums, embed, engine, generate
     from vllm_sparse_refit import WeightSynchronizer
     from vllm_sparse_refit.errors import UnsupportedModelError
 
     family = FAMILIES[name]
-    settings = {**family.engine, **({} if dtype is None else {"dtype": dtype})}
-    ask = {"generate": generate, "embed": embed, "load": lambda _: None}[family.runs]
+    ask: Any = {"generate": generate, "embed": embed, "load": lambda _: None}[family.runs]
+    if family.runs == "generate" and family.engine.get("tensor_parallel_size", 1) > 1:
+        ask = functools.partial(generate, tokens=2)  # two ranks on two cores are slow
     with tempfile.TemporaryDirectory(prefix="models-table-") as folder:
         steps = [Path(folder) / str(number) for number in range(3)]
         build_checkpoint(steps[0], name)
@@ -77,6 +80,7 @@ def compare(name: str, dtype: str | None = None) -> dict[str, Any]:
             perturb_checkpoint(
                 steps[number], steps[number + 1], fraction=fraction, seed=number, change="values"
             )
+        settings = _settings(family.engine, steps[0])
         with engine(steps[0], **settings) as llm:
             start = checksums(llm), ask(llm)
             sync = WeightSynchronizer.connect(llm)
@@ -87,7 +91,7 @@ def compare(name: str, dtype: str | None = None) -> dict[str, Any]:
             except UnsupportedModelError as error:
                 return {"refused": str(error), "unchanged": (checksums(llm), ask(llm)) == start}
             synced = checksums(llm), ask(llm)
-            routes = discovered(llm).routes()
+            routes = [reply["routes"] for reply in sync.status()]
         with engine(steps[-1], plugins=None, **settings) as llm:
             fresh = checksums(llm), ask(llm)
     return {
@@ -95,6 +99,17 @@ def compare(name: str, dtype: str | None = None) -> dict[str, Any]:
         "weights": synced[0] == fresh[0] and synced[0] != start[0],
         "outputs": synced[1] == fresh[1] and (synced[1] != start[1] or family.runs == "load"),
     }
+
+
+def _settings(settings: Any, folder: Path) -> dict[str, Any]:
+    """A draft model named DRAFT is the checkpoint that the engine starts from."""
+    result = dict(settings)
+    if "speculative_config" in result:
+        speculative = dict(result["speculative_config"])
+        if speculative.get("model") == "DRAFT":
+            speculative["model"] = str(folder)
+        result["speculative_config"] = speculative
+    return result
 
 
 def _write(results: dict[str, dict[str, Any]]) -> None:
@@ -111,8 +126,10 @@ def _write(results: dict[str, dict[str, Any]]) -> None:
 
 
 def _row(name: str, result: dict[str, Any]) -> str:
-    routes = result.get("routes", {})
-    counts = " | ".join(str(routes.get(route, "")) for route in ("placement", "native", "shadow"))
+    counts = " | ".join(
+        " + ".join(str(rank[route]) for rank in result.get("routes", ()))
+        for route in ("placement", "native", "shadow")
+    )
     return f"| {name} | {counts} | {_verdict(result)} |\n"
 
 

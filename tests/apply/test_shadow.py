@@ -436,19 +436,35 @@ def test_processing_that_cannot_be_repeated_is_refused_by_name(
     assert _same(_state(model), unchanged)
 
 
-def test_what_processing_writes_into_other_layers_is_refused_by_name() -> None:
-    toy = PackedToy()
-    old = _weights(toy, 1)
+def _negated(model: Any) -> None:
+    model.plain.weight.data.neg_()
+
+
+def _negated_beside_a_packed_one(model: Any) -> None:
+    model.first.bias.data.neg_()
+
+
+def _copied(model: Any) -> None:
+    model.first.copied = model.first.bias.clone()
+
+
+@pytest.mark.parametrize(
+    ("after", "module"),
+    [(_negated, "plain"), (_negated_beside_a_packed_one, "first"), (_copied, "first")],
+)
+def test_changes_outside_of_any_modules_processing_are_refused_by_name(
+    after: Callable[[Any], None], module: str
+) -> None:
+    toy = PackedToy(_repacked_same_shape)
     model = toy.model(toy)
-    model.load_weights(old.items())
+    model.load_weights(_weights(toy, 1).items())
 
     def process(walked: Any) -> None:
-        for _ in walked.named_modules():
-            pass
-        model.plain.weight.data.neg_()
+        _process(walked)
+        after(model)
 
     loaded = PostLoadObserver().observe(model, process)
-    assert [layer.module for layer in loaded.refused] == ["plain"]
+    assert [layer.module for layer in loaded.refused] == [module]
 
 
 def test_processing_that_changes_what_it_left_alone_at_loading_is_refused_and_undone() -> None:

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_sparse_refit.worker.extension import live_receiver
-
 PROMPTS = [
     {"prompt_token_ids": list(range(10, 42))},
     {"prompt_token_ids": [7, 3, 400, 11]},
@@ -98,11 +96,6 @@ def embed(llm: Any) -> list[list[float]]:
         output.outputs.data.flatten().tolist()
         for output in llm.encode(PROMPTS, pooling_task="embed", use_tqdm=False)
     ]
-
-
-def discovered(llm: Any) -> Any:
-    """What the worker of an engine that runs in process found out about the trainer's tensors."""
-    return live_receiver(worker(llm))._applier  # type: ignore[union-attr]
 
 
 def _plain(step: Any) -> list[tuple[int, float]]:

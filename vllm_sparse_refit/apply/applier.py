@@ -339,11 +339,19 @@ class VllmSparseDeltaApplier:
         if self._loaded is not None:
             self._layers.became_stale(by)
 
-    def shadow_status(self) -> dict[str, int]:
-        """How many packed layers are kept as they were loaded, and the host memory that takes."""
-        if self._loaded is None:
-            return {"packed_layers": 0, "shadow_bytes": 0}
-        return {"packed_layers": len(self._layers), "shadow_bytes": self._layers.nbytes}
+    def status(self) -> dict[str, Any]:
+        """The packed layers that are kept as they were loaded, and the routes of the latest discovery.
+
+        Returns:
+            ``{"packed_layers", "shadow_bytes", "routes"}``: how many layers, the host memory that they
+            take, and :meth:`routes`, None before discovery.
+        """
+        layers = None if self._loaded is None else self._layers
+        return {
+            "packed_layers": 0 if layers is None else len(layers),
+            "shadow_bytes": 0 if layers is None else layers.nbytes,
+            "routes": None if self._discovery is None else self.routes(),
+        }
 
     def routes(self) -> dict[str, int]:
         """How many canonical tensors go which way into this rank's model, as discovery found.

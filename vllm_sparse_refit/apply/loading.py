@@ -1,6 +1,6 @@
 """What is known of a model because its loading was observed."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +10,7 @@ import torch
 
 from vllm_sparse_refit.apply.processing import PackedLayer, packed_layers
 from vllm_sparse_refit.apply.shadow import PackedLayers
+from vllm_sparse_refit.apply.slots import SlotId
 from vllm_sparse_refit.apply.steps import Process, StepRecorder, grouped
 
 
@@ -79,8 +80,8 @@ class PostLoadObserver:
         recorder = StepRecorder(model)
         packed = packed_layers(model, lambda: recorder.run(process))
         groups = grouped(recorder.steps, (layer.module for layer in packed))
-        known = {slot.module for group in groups for slot in group.before}
-        unknown = tuple(layer for layer in packed if layer.module not in known)
+        known = {slot for group in groups for slot in group.before}
+        unknown = tuple(layer for layer in packed if not _is_explained(layer, known))
         layers = PackedLayers(model, groups, process)
         if self._max_bytes is None or layers.nbytes <= self._max_bytes:
             return LoadedModel(unknown, layers)
@@ -90,3 +91,13 @@ class PostLoadObserver:
         )
         layers.drop()
         return LoadedModel(tuple(PackedLayer(p.module, too_large) for p in packed), layers)
+
+
+def _is_explained(layer: PackedLayer, known: Collection[SlotId]) -> bool:
+    """Whether all that changed of a layer was changed by the processing of some module."""
+    return bool(layer.changes) and all(
+        SlotId(layer.module, registry, name) in known
+        # What a helper object holds, if the object itself is new.
+        or SlotId(layer.module, "attribute", registry) in known
+        for registry, name in layer.changes
+    )

@@ -18,10 +18,16 @@ from vllm_sparse_refit.apply.storage import ViewKey, storage_key, tensor_digest,
 
 @dataclass(frozen=True)
 class PackedLayer:
-    """A module whose runtime state is no longer what its native loader writes."""
+    """A module whose runtime state is no longer what its native loader writes.
+
+    Attributes:
+        changes: what of it changed, as registry (``"parameter"``, ``"buffer"``, ``"attribute"``, or the
+            name of a helper object) and name.
+    """
 
     module: str
     reason: str
+    changes: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -124,24 +130,27 @@ def _packed_layers(
     for name, module in model.named_modules():
         if name not in before:
             yield PackedLayer(name, "the module appeared during post-load processing")
-        elif reason := _first_change(before[name], after[name], module, kept_storages):
-            yield PackedLayer(name, reason)
+        elif changes := list(_changes(before[name], after[name], module, kept_storages)):
+            yield PackedLayer(name, changes[0][1], tuple(place for place, _ in changes))
 
 
-def _first_change(
+def _changes(
     before: _ModuleState, after: _ModuleState, module: torch.nn.Module, kept: set[int]
-) -> str | None:
+) -> Iterator[tuple[tuple[str, str], str]]:
     for kind, old, new in (
         ("parameter", before.parameters, after.parameters),
         ("buffer", before.buffers, after.buffers),
     ):
         for name in sorted(old.keys() | new.keys()):
             if change := _tensor_change(old.get(name), new.get(name), kept):
-                return f"{kind} {name!r} was {change} by post-load processing"
+                yield (kind, name), f"{kind} {name!r} was {change} by post-load processing"
     for name, value in _attributes(module):
         if _attribute_holds_copy(before.attributes.get(name, _ABSENT), value, kept):
-            return f"attribute {name!r} may hold a copy of weights made by post-load processing"
-    return None
+            helper, _, inner = name.rpartition(".")
+            yield (
+                (helper or "attribute", inner),
+                f"attribute {name!r} may hold a copy of weights made by post-load processing",
+            )
 
 
 def _tensor_change(

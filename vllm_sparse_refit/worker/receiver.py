@@ -93,7 +93,7 @@ class Receiver:
         """Open the server. Called once, when the model is loaded."""
         self.address = self._server.start()
         logger.info("this worker receives weight updates at %s", self.address)
-        if (kept := self._applier.shadow_status())["packed_layers"]:
+        if (kept := self._applier.status())["packed_layers"]:
             logger.info(
                 "%d packed layers are kept as they were loaded, in %.1f MiB of host memory, so that they can "
                 "be updated; shadow_packed_layers and max_shadow_bytes limit this",
@@ -157,7 +157,7 @@ class Receiver:
                 "transfer_id": transfer.transfer_id if transfer else None,
                 "staged_bytes": transfer.staged_bytes if transfer else 0,
                 "last_error": self._last_error,
-                **self._applier.shadow_status(),
+                **self._applier.status(),
                 "server": self._server.status(),
             }
 
@@ -176,7 +176,6 @@ class Receiver:
             "unsupported": found.unsupported,
             "packed": {layer.module: layer.reason for layer in found.packed},
             "uncovered": list(found.uncovered),
-            "routes": self._applier.routes(),
         }
 
     def compare(self, samples: Samples) -> dict[str, Any]:
