@@ -74,6 +74,7 @@ class Family:
         auto_class: the transformers class that builds it.
         engine: what its engines need beside the usual settings.
         runs: how its engines are asked: ``"generate"``, ``"embed"``, or ``"load"`` where they cannot be.
+        int8: store linear layers in int8 with a scale for each row, as compressed-tensors does.
     """
 
     model_type: str
@@ -82,6 +83,7 @@ class Family:
     auto_class: str = "AutoModelForCausalLM"
     engine: Mapping[str, Any] = field(default_factory=dict)
     runs: str = "generate"
+    int8: bool = False
 
     def config(self, overrides: Mapping[str, Any]) -> Any:
         settings = {k: v for k, v in _COMMON.items() if k not in self.without}
@@ -252,6 +254,7 @@ FAMILIES |= {
     "llama, LoRA enabled": _variant("llama", enable_lora=True, max_lora_rank=8),
     "llama, n-gram speculation": _variant("llama", speculative_config=_NGRAM),
     "llama, draft model": _variant("llama", speculative_config=_DRAFT),
+    "llama, int8 checkpoint": replace(FAMILIES["llama"], int8=True),
     "llama, online fp8": _variant("llama", quantization="fp8"),
     "mixtral, online fp8": _variant("mixtral", quantization="fp8"),
 }

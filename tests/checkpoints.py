@@ -1,5 +1,6 @@
 """Small random checkpoints of real architectures that vLLM loads on a CPU, and changed copies."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ import tokenizers
 import torch
 import transformers
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from tests import architectures
@@ -64,7 +65,40 @@ def build_checkpoint(
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     if architectures.FAMILIES[family].engine.get("skip_tokenizer_init") is False:
         _save_tokenizer(folder)
+    if architectures.FAMILIES[family].int8:
+        _quantize(folder)
     return folder
+
+
+_INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
+_INT8_CONFIG = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {**_INT8, "strategy": "channel", "dynamic": False},
+            "input_activations": {**_INT8, "strategy": "token", "dynamic": True},
+        }
+    },
+}
+
+
+def _quantize(folder: Path) -> None:
+    """Store the linear layers of a checkpoint in int8, with a scale for each row."""
+    (file,) = folder.glob("*.safetensors")
+    weights = load_file(file)
+    for name in [n for n in weights if n.endswith("_proj.weight")]:
+        weight = weights[name].float()
+        scale = weight.abs().amax(dim=1, keepdim=True) / 127
+        weights[name] = (weight / scale).round().to(torch.int8)
+        weights[f"{name}_scale"] = scale.to(torch.bfloat16)
+    save_file(weights, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = _INT8_CONFIG
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def _save_tokenizer(folder: Path) -> None:

@@ -1,7 +1,7 @@
 """Compare architectures after syncs with plain, fresh engines, and write docs/models.md.
 
-``python -m tests.models_table`` does all of them, each in a process of its own; names select some, and
-``--json`` prints the results instead.
+``python -m tests.models_table`` does all of them; names select some, and ``--json`` only prints the results.
+The engines run in a child process, which is started again for the rest should one of them end it.
 """
 
 import argparse
@@ -11,12 +11,13 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "models.md"
 _BEGIN, _END = "<!-- architectures: begin -->", "<!-- architectures: end -->"
-_LIMIT_S = 300
+_RESULT = "result: "
 
 
 def main() -> None:
@@ -25,34 +26,41 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print results, do not write the table")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.here:
-        print(json.dumps(compare(options.names[0])))
-        return
     from tests.architectures import FAMILIES
 
-    results = {}
-    for name in options.names or FAMILIES:
-        results[name] = _in_a_process(name)
-        print(json.dumps({name: results[name]}), flush=True)
+    names = options.names or list(FAMILIES)
+    if options.here:
+        for name in names:
+            print(_RESULT + json.dumps({name: _outcome(name)}), flush=True)
+        return
+    results: dict[str, dict[str, Any]] = {}
+    while remaining := [name for name in names if name not in results]:
+        for result in _in_a_process(remaining):
+            print(json.dumps(result), flush=True)
+            results |= result
+        if remaining[0] not in results:
+            results[remaining[0]] = {"error": "the process died"}
     if not options.json:
         _write(results)
 
 
-def _in_a_process(name: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.models_table", "--here", name]
-    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
+def _in_a_process(names: list[str]) -> Iterator[dict[str, dict[str, Any]]]:
+    """Results of ``names``, as far as one process comes with them."""
+    command = [sys.executable, "-m", "tests.models_table", "--here", *names]
+    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            if line.startswith(_RESULT):
+                yield json.loads(line.removeprefix(_RESULT))
+
+
+def _outcome(name: str) -> dict[str, Any]:
     try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=_LIMIT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return {"error": f"no result within {_LIMIT_S} s"}
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines:
-        errors = [line for line in done.stderr.splitlines() if "Error" in line]
-        return {"error": (errors or ["the process died"])[-1][:300]}
-    result: dict[str, Any] = json.loads(lines[-1])
-    return result
+        return compare(name)
+    except Exception as error:  # what vLLM does not run here
+        text = str(error).strip() or type(error).__name__
+        return {"error": text.splitlines()[-1][:300]}
 
 
 def compare(name: str) -> dict[str, Any]:

@@ -121,10 +121,8 @@ def _reload_weights(wrapper: Any, /, *args: Any, **kwargs: Any) -> Any:
     receiver = live_receiver(worker)
     if receiver is None:
         return worker.reload_weights(*args, **kwargs)
-    try:
+    with receiver.weights_replaced("reload_weights"):
         return worker.reload_weights(*args, **kwargs)
-    finally:
-        receiver.weights_were_replaced("reload_weights")
 
 
 def _start_receiver(worker: Any, config: WorkerConfig, observer: Any) -> None:

@@ -9,7 +9,7 @@ from tests.checkpoints import checkpoint_steps
 from tests.engine.engines import engine, fresh_state, state
 from vllm_sparse_refit import SyncConfig, WeightSynchronizer
 from vllm_sparse_refit.apply.shadow import PackedLayers
-from vllm_sparse_refit.errors import TransactionError, UnsupportedModelError
+from vllm_sparse_refit.errors import TransactionError, VersionMismatchError
 
 pytestmark = pytest.mark.engine
 
@@ -108,17 +108,20 @@ def test_a_commit_that_fails_between_two_layers_is_taken_back(
     assert second == fresh_state(steps[2], dtype="float32")
 
 
-def test_after_vllms_own_reload_packed_layers_are_refused_by_name(tmp_path: Path) -> None:
-    steps = checkpoint_steps(tmp_path, "llama")
-    with engine(steps[0], dtype="float32") as llm:
+@pytest.mark.parametrize(("family", "dtype"), [("llama", "float32"), ("mixtral", "bfloat16")])
+def test_vllms_own_reload_is_followed(family: str, dtype: str, tmp_path: Path) -> None:
+    """vLLM leaves the experts of a plain engine unpacked there; with the plugin they come out right."""
+    steps = checkpoint_steps(tmp_path, family)
+    with engine(steps[0], dtype=dtype) as llm:
         sync = WeightSynchronizer.connect(llm)
         sync.snapshot(steps[0])
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(steps[1])})
         assert llm.reset_prefix_cache()
         reloaded = state(llm)
-        with pytest.raises(
-            UnsupportedModelError, match=r"reload_weights .* start the engine again"
-        ):
-            sync.snapshot(steps[1])
-        assert state(llm) == reloaded
-    assert reloaded == fresh_state(steps[1], dtype="float32")
+        with pytest.raises(VersionMismatchError, match="reload_weights"):
+            sync.sync(steps[2])
+        sync.snapshot(steps[1])
+        sync.sync(steps[2])
+        synced = state(llm)
+    assert reloaded == fresh_state(steps[1], dtype=dtype)
+    assert synced == fresh_state(steps[2], dtype=dtype)

@@ -72,6 +72,8 @@ class VllmSparseDeltaApplier:
         self._limits = limits
         self._discovery: Discovery | None = None
         self._writer: WeightWriter | None = None
+        if loaded is not None:
+            loaded.layers.context = self._live_model().load_context
 
     # --- discovery --------------------------------------------------------------------------------
 
@@ -112,7 +114,6 @@ class VllmSparseDeltaApplier:
             )
         live, layers = self._live_model(), self._layers
         layers.check_usable()
-        layers.context = live.load_context
         layers.numbers_may_change = self._model_runner.vllm_config.model_config.enforce_eager
         refused = [*self._loaded.refused, *(PackedLayer(*item) for item in layers.check().items())]
         with layers.loader_state():
@@ -334,10 +335,17 @@ class VllmSparseDeltaApplier:
                     "nothing was changed"
                 )
 
-    def weights_were_replaced(self, by: str) -> None:
-        """Note that something else wrote the weights: what is kept of packed layers is not theirs now."""
-        if self._loaded is not None:
-            self._layers.became_stale(by)
+    @contextlib.contextmanager
+    def weights_replaced(self, by: str) -> Iterator[None]:
+        """Follow ``by``, by which vLLM replaces the model's weights while the context is open.
+
+        What this worker keeps of packed layers follows, or they are refused at the next discovery.
+        """
+        if self._loaded is None:
+            yield
+            return
+        with self._layers.replaced(by):
+            yield
 
     def status(self) -> dict[str, Any]:
         """The packed layers that are kept as they were loaded, and the routes of the latest discovery.

@@ -6,6 +6,7 @@ process the touched layers again as if for the first time, and writes the result
 whose addresses stay. Only elements that differ are written, through the same undo log as everything else.
 """
 
+import logging
 from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from vllm_sparse_refit.apply.reloading import shadow_parameters, taking_over
 from vllm_sparse_refit.apply.slots import (
     Equivalence,
     Held,
@@ -29,6 +31,8 @@ from vllm_sparse_refit.apply.storage import storage_key, view_key
 from vllm_sparse_refit.apply.writer import WeightWriter
 from vllm_sparse_refit.codec.dtypes import bits_view
 from vllm_sparse_refit.errors import TransactionError, UnsupportedModelError
+
+logger = logging.getLogger(__name__)
 
 Context = Callable[[], AbstractContextManager[object]]
 
@@ -82,9 +86,29 @@ class PackedLayers:
         """The keys of the storages that make a layer be processed again when they are written."""
         return set().union(*(_sources(group) for group in self._groups))
 
-    def became_stale(self, by: str) -> None:
-        """Note that ``by`` gave the layers other weights than the shadows hold."""
+    @contextmanager
+    def replaced(self, by: str) -> Iterator[None]:
+        """Follow ``by``, by which vLLM replaces the model's weights while the context is open.
+
+        What passes through vLLM's layer-wise reload is taken over, and the layers are then processed from
+        it, as they would be in a fresh engine; vLLM's own second pass leaves some of them unpacked. The
+        layers count as stale from then on if something went another way.
+        """
         self._stale = by
+        with taking_over(self._groups) as taken:
+            yield
+        kept = {slot for group in self._groups for slot, _ in shadow_parameters(group)}
+        if kept != taken:
+            return
+        try:
+            for group in self._groups:
+                self._check_unmoved(group)
+                self._update(group, self._run(group), WeightWriter(0))
+        except Exception as error:  # an RPC of vLLM's must not raise for this
+            logger.warning("packed layers could not follow %s", by, exc_info=error)
+            return
+        self._swaps.release()
+        self._stale = ""
 
     def check_usable(self) -> None:
         """Check that the shadows are the weights that the layers were made of.

@@ -1,9 +1,10 @@
 """A worker's side of a transfer: server threads stage payloads, a commit writes the weights."""
 
+import contextlib
 import enum
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -354,19 +355,33 @@ class Receiver:
                 self._transfer.checksums[0, len(self._transfer.checksums)] = checksum_hex(body)
         return result
 
-    def weights_were_replaced(self, by: str) -> None:
-        """Note that something else wrote the weights: an open transfer ends, the version is another.
+    @contextlib.contextmanager
+    def weights_replaced(self, by: str) -> Iterator[None]:
+        """Follow ``by``, which writes the weights meanwhile: a transfer ends, the version is another.
 
         The next sync is refused until the trainer takes a snapshot again. Every rank comes to the same
         version, since all of them did the same.
         """
+        self._give_up_undo()
+        try:
+            with self._applier.weights_replaced(by):
+                yield
+        finally:
+            self._note_replaced(by)
+
+    def _give_up_undo(self) -> None:
+        """Forget how to take a transfer back, before the weights that it changed are replaced."""
+        with self._lock:
+            transfer = self._transfer
+        if transfer is not None:
+            self._applier.release()
+
+    def _note_replaced(self, by: str) -> None:
         with self._lock:
             transfer, version = self._transfer, self._version.following(by, [by])
             if transfer is None:
                 self._version = version
-        self._applier.weights_were_replaced(by)
         if transfer is not None:
-            self._applier.release()
             self._end(transfer, version)
         logger.info("%s replaced the weights, now at version %s", by, version)
 
