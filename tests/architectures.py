@@ -232,6 +232,7 @@ _RANKS: dict[str, Any] = {
 _TP = {**_RANKS, "tensor_parallel_size": 2}
 _PP = {**_RANKS, "pipeline_parallel_size": 2}
 _DRAFT = {"method": "draft_model", "model": "DRAFT", "num_speculative_tokens": 2}
+# In a process of its own: it imports numba, beside which no further engine starts.
 _NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 
 # Other ways to run some of them. Two pipeline stages, and experts on two ranks, load on the CPU and answer
@@ -252,7 +253,7 @@ FAMILIES |= {
     "mixtral, EP 2": _variant("mixtral", "load", **_TP, enable_expert_parallel=True),
     "deepseek_v2, EP 2": _variant("deepseek_v2", "load", **_TP, enable_expert_parallel=True),
     "llama, LoRA enabled": _variant("llama", enable_lora=True, max_lora_rank=8),
-    "llama, n-gram speculation": _variant("llama", speculative_config=_NGRAM),
+    "llama, n-gram speculation": _variant("llama", processes=True, speculative_config=_NGRAM),
     "llama, draft model": _variant("llama", speculative_config=_DRAFT),
     "llama, int8 checkpoint": replace(FAMILIES["llama"], int8=True),
     "llama, online fp8": _variant("llama", quantization="fp8"),

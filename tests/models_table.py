@@ -31,7 +31,10 @@ def main() -> None:
     names = options.names or list(FAMILIES)
     if options.here:
         for name in names:
-            print(_RESULT + json.dumps({name: _outcome(name)}), flush=True)
+            result = _outcome(name)
+            print(_RESULT + json.dumps({name: result}), flush=True)
+            if "error" in result:
+                return  # what is left of that engine would be in the way of the next
         return
     results: dict[str, dict[str, Any]] = {}
     while remaining := [name for name in names if name not in results]:

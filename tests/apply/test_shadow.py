@@ -1,6 +1,7 @@
 """Packed and derived weights: updated as if loaded anew, taken back bit by bit, or refused by name."""
 
 import contextlib
+import ctypes
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +39,7 @@ class Layer(torch.nn.Module):
         self.run: Any = lambda: [self.weight, self.bias]
         if pack is not None:
             self.quant_method = SimpleNamespace(pack=pack, kernel=None, made=[])
+            self.scheme = SimpleNamespace(kernel=SimpleNamespace(handler=None))
 
 
 class Deferred(torch.nn.Module):
@@ -165,6 +167,24 @@ def _handle_as_attribute(layer: Any) -> None:
     layer.run = lambda: [layer.handle.packed, layer.bias]
 
 
+class _Pointer:
+    """Points to memory that it does not own, as oneDNN's handlers point to a layer's scales."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.address, self.numel = tensor.data_ptr(), tensor.numel()
+
+    def read(self) -> torch.Tensor:
+        memory = (ctypes.c_uint16 * self.numel).from_address(self.address)
+        return torch.tensor(list(memory), dtype=torch.int32)
+
+
+def _pointed_to_from_deep_inside(layer: Any) -> None:
+    """As vLLM's int8 kernel: the handler is an attribute of the kernel of the scheme of the layer."""
+    layer.weight = torch.nn.Parameter(layer.weight.data.flip(0), requires_grad=False)
+    layer.scheme.kernel.handler = [_Pointer(layer.weight), _Pointer(layer.bias)]
+    layer.run = lambda: [part.read() for part in layer.scheme.kernel.handler]
+
+
 def _only_the_first_time(layer: Any) -> None:
     """As vLLM's MoE method: with a kernel already there it does not pack."""
     method = layer.quant_method
@@ -172,6 +192,13 @@ def _only_the_first_time(layer: Any) -> None:
         method.kernel = SimpleNamespace(bias=layer.bias, scale=torch.ones(3))
         layer.weight = torch.nn.Parameter(layer.weight.data.flip(0), requires_grad=False)
     layer.run = lambda: [layer.weight, method.kernel.bias]
+
+
+def _refers_to_shared_state(layer: Any) -> None:
+    """As vLLM's MoE kernels: the new object leads to objects that were there before."""
+    layer.weight = torch.nn.Parameter(layer.weight.data.flip(0), requires_grad=False)
+    layer.quant_method.kernel = SimpleNamespace(weight=layer.weight, config=SHARED.inner)
+    layer.run = lambda: [layer.quant_method.kernel.weight * layer.quant_method.kernel.config.factor]
 
 
 def _padded_bias(layer: Any) -> None:
@@ -219,7 +246,10 @@ def _derived_view(module: Any, source: Layer) -> None:
     module.derived = source.weight.detach().t()
 
 
+SHARED = SimpleNamespace(inner=SimpleNamespace(factor=2))
+
 TOYS = {
+    "refers-to-shared-state": PackedToy(_refers_to_shared_state),
     "repacked-same-shape": PackedToy(_repacked_same_shape),
     "rewritten-in-place": PackedToy(_rewritten_in_place),
     "data-swapped": PackedToy(_data_swapped),
@@ -227,6 +257,7 @@ TOYS = {
     "emptied-into-closure": PackedToy(_emptied_into_closure),
     "owned-by-a-handle": PackedToy(_owned_by_a_handle),
     "handle-as-attribute": PackedToy(_handle_as_attribute),
+    "pointed-to": PackedToy(_pointed_to_from_deep_inside),
     "only-the-first-time": PackedToy(_only_the_first_time),
     "padded-bias": PackedToy(_padded_bias),
     "appended": PackedToy(_appended),

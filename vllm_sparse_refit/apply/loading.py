@@ -95,9 +95,6 @@ class PostLoadObserver:
 
 def _is_explained(layer: PackedLayer, known: Collection[SlotId]) -> bool:
     """Whether all that changed of a layer was changed by the processing of some module."""
-    return bool(layer.changes) and all(
-        SlotId(layer.module, registry, name) in known
-        # What a helper object holds, if the object itself is new.
-        or SlotId(layer.module, "attribute", registry) in known
-        for registry, name in layer.changes
-    )
+    places = [SlotId(layer.module, registry, name) for registry, name in layer.changes]
+    # What a helper object holds is explained if the object itself was made by processing.
+    return bool(places) and all(p in known or any(h in known for h in p.holders()) for p in places)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_sparse_refit.apply.slots import helpers
 from vllm_sparse_refit.apply.storage import ViewKey, storage_key, tensor_digest, view_key
 
 
@@ -96,23 +97,15 @@ _CONTAINERS = (Mapping, list, tuple, set, frozenset)
 def _attributes(module: torch.nn.Module) -> Iterator[tuple[str, object]]:
     """The attributes of ``module``, and of its helper objects, that could hold weight data.
 
-    A helper object is any plain object that the module has: a quant method, a scheme, an attention
-    backend. Its attributes are named ``helper.attribute``.
+    Those of a helper object are named ``helper.attribute``.
     """
     for name, value in vars(module).items():
-        if name in _MODULE_INTERNALS or isinstance(value, torch.nn.Module):
-            continue
-        yield name, value
-        if _is_helper(value):
-            for inner, held in vars(value).items():
-                if not isinstance(held, torch.nn.Module):
-                    yield f"{name}.{inner}", held
-
-
-def _is_helper(value: object) -> bool:
-    return hasattr(value, "__dict__") and not isinstance(
-        value, _PLAIN | torch.Tensor | types.FunctionType | functools.partial
-    )
+        if name not in _MODULE_INTERNALS and not isinstance(value, torch.nn.Module):
+            yield name, value
+    for path, helper in helpers(module):
+        for inner, held in vars(helper).items():
+            if not isinstance(held, torch.nn.Module):
+                yield f"{path}.{inner}", held
 
 
 def _packed_layers(

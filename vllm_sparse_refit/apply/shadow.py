@@ -23,11 +23,12 @@ from vllm_sparse_refit.apply.slots import (
     capture,
     held,
     is_changed,
+    is_of_new_helper,
     same_bits,
     storages,
 )
 from vllm_sparse_refit.apply.steps import LayerGroup, Process, WalkedModel
-from vllm_sparse_refit.apply.storage import storage_key, view_key
+from vllm_sparse_refit.apply.storage import ViewKey, storage_key, view_key
 from vllm_sparse_refit.apply.writer import WeightWriter
 from vllm_sparse_refit.codec.dtypes import bits_view
 from vllm_sparse_refit.errors import TransactionError, UnsupportedModelError
@@ -192,36 +193,49 @@ class PackedLayers:
             outcome = self._run(group)
         except Exception as error:  # vLLM's own
             return f"processing it again raised {type(error).__name__}: {error}"
+        if outcome.changed_inputs:
+            return f"processing it again changes {outcome.changed_inputs[0]}"
         for slot, (live, fresh) in outcome.pairs.items():
             if live.shape != fresh.shape or live.dtype != fresh.dtype or not same_bits(live, fresh):
                 return f"processing it again does not give the same {slot}"
         return next((why for s in outcome.others if (why := self._why_fixed(outcome, s))), "")
 
     def _run(self, group: LayerGroup) -> "_Outcome":
-        """Process ``group`` as if for the first time, on copies, and put everything back."""
+        """Process ``group`` as if for the first time, and put everything back.
+
+        The shadow is processed in a copy. Tensors that processing left alone at loading are used as they
+        are, since what it makes may point to them; should it change one now, it is put right again.
+        """
         territory = group.territory
-        live = capture(territory)
-        tensors, working = _TensorData(), _WorkingCopies()
+        live = capture(territory, like=group.after)
+        tensors, working, inputs = _TensorData(), _WorkingCopies(), _Backups()
         fresh: SlotStates = {}
         try:
             for slot, state in live.items():
                 if _is_input(slot, state, group):
                     assert state.data is not None
-                    tensors.set(state.value, working.of(state.data, state.data.device))
+                    tensors.set(state.value, state.data)
+                    inputs.add(slot, state.data)
             for slot, before in group.before.items():
                 if before is not None and before.data is not None:
                     tensors.set(before.value, working.of(before.data, self._devices[slot]))
                 _put(slot, before, group)
             with self.context(), torch.no_grad():
                 self._process(WalkedModel(self._model, group.modules, hook=group.has_hook))
-            fresh = capture(territory)
+            fresh = capture(territory, like=live)
         finally:
-            now = fresh or capture(territory)
+            now = fresh or capture(territory, like=live)
+            changed = inputs.restore(now)
             tensors.restore()
             _restore(live, now)
-        return _outcome(live, fresh, group)
+        return _outcome(live, fresh, group, changed)
 
     def _update(self, group: LayerGroup, outcome: "_Outcome", writer: WeightWriter) -> None:
+        if outcome.changed_inputs:
+            raise UnsupportedModelError(
+                f"processing {group.name} again changes {outcome.changed_inputs[0]}, which it left alone at "
+                "loading; nothing was changed"
+            )
         for slot, (live, fresh) in outcome.pairs.items():
             if live.shape != fresh.shape or live.dtype != fresh.dtype:
                 raise UnsupportedModelError(
@@ -229,22 +243,19 @@ class PackedLayers:
                     "nothing was changed"
                 )
             positions, bits = _differences(live, fresh)
-            if positions.numel() and slot not in group.before:
-                raise UnsupportedModelError(
-                    f"processing {group.name} again changes {slot}, which it left alone at loading; "
-                    "nothing was changed"
-                )
             if positions.numel():
                 # Derived elements may have been written by an earlier update of the same transfer.
                 writer.supersede(live, positions)
                 writer.overwrite(live, positions, bits)
+        # What an object made anew points to, without owning it, must stay as long as the object.
+        owned = [fresh for _, fresh in outcome.pairs.values()]
         for slot in outcome.others:
             if outcome.can_stay(slot):
                 continue
             if reason := self._why_fixed(outcome, slot):
                 raise UnsupportedModelError(f"{group.name}: {reason}; nothing was changed")
             registry, value = outcome.replacement(slot)
-            self._swaps.set(registry, slot.name, value)
+            self._swaps.set(registry, slot.name, value, owned)
 
     def _why_fixed(self, outcome: "_Outcome", slot: SlotId) -> str:
         """Why a slot cannot get what processing made; empty when it can."""
@@ -300,14 +311,16 @@ class _Outcome:
     """What processing again made, and what is in use.
 
     Attributes:
-        pairs: tensors in use and fresh ones, by slot: results, and inputs that must not have changed.
+        pairs: tensors in use and fresh ones, by slot.
         others: slots that hold another object, or nothing, afterwards.
+        changed_inputs: tensors that were no results at loading and that processing changed.
     """
 
     live: SlotStates
     fresh: SlotStates
     pairs: dict[SlotId, Pair]
     others: tuple[SlotId, ...]
+    changed_inputs: tuple[SlotId, ...]
 
     def can_stay(self, slot: SlotId) -> bool:
         """Whether the object in use is as good as the fresh one once the pairs are written."""
@@ -320,7 +333,9 @@ class _Outcome:
         return self.live[slot].registry, self.fresh[slot].value
 
 
-def _outcome(live: SlotStates, fresh: SlotStates, group: LayerGroup) -> _Outcome:
+def _outcome(
+    live: SlotStates, fresh: SlotStates, group: LayerGroup, changed_inputs: tuple[SlotId, ...]
+) -> _Outcome:
     pairs: dict[SlotId, Pair] = {}
     others: list[SlotId] = []
     for slot in live.keys() | fresh.keys():
@@ -328,33 +343,34 @@ def _outcome(live: SlotStates, fresh: SlotStates, group: LayerGroup) -> _Outcome
         if old is not None and new is not None:
             if old.registry is not new.registry:
                 continue  # of a helper object that was itself made anew
-            tracked = slot in group.before or _is_input(slot, old, group)
-            if tracked and old.data is not None and new.data is not None:
+            if _is_input(slot, old, group) and old.value is new.value:
+                continue
+            if slot in group.before and old.data is not None and new.data is not None:
                 pairs[slot] = (old.data, new.data)
                 continue
-        elif _belongs_to_new_helper(slot, live, fresh):
+        elif is_of_new_helper(slot, live, fresh):
             continue
         if is_changed(old, new):
             others.append(slot)
-    return _Outcome(live, fresh, pairs, tuple(others))
-
-
-def _belongs_to_new_helper(slot: SlotId, live: SlotStates, fresh: SlotStates) -> bool:
-    helper = SlotId(slot.module, "attribute", slot.registry)
-    return helper in live and helper in fresh and live[helper].value is not fresh[helper].value
+    return _Outcome(live, fresh, pairs, tuple(others), changed_inputs)
 
 
 def _is_input(slot: SlotId, state: Held, group: LayerGroup) -> bool:
     """Whether a tensor was there at loading and was left alone by processing."""
-    if state.data is None or slot in group.before or slot not in group.after:
+    if state.data is None or not _was_left_alone(slot, group):
         return False
     return group.after[slot].value is state.value
+
+
+def _was_left_alone(slot: SlotId, group: LayerGroup) -> bool:
+    made = slot in group.before or any(holder in group.before for holder in slot.holders())
+    return slot in group.after and not made
 
 
 def _sources(group: LayerGroup) -> set[int]:
     """The storages that the layers' processed state depends on."""
     before = [state for state in group.before.values() if state is not None]
-    inputs = [s for slot, s in group.after.items() if slot not in group.before]
+    inputs = [state for slot, state in group.after.items() if _was_left_alone(slot, group)]
     return storages([*before, *inputs]) | group.reads
 
 
@@ -392,7 +408,7 @@ def _put(slot: SlotId, state: Held | None, group: LayerGroup) -> None:
 def _restore(live: SlotStates, now: SlotStates) -> None:
     """Give every slot back what it held, and every container its contents."""
     for slot, state in now.items():
-        if slot not in live:
+        if slot not in live and not is_of_new_helper(slot, live, now):
             state.registry.pop(slot.name, None)
     for slot, state in live.items():
         if state.registry.get(slot.name, state) is not state.value:
@@ -443,6 +459,37 @@ class _WorkingCopies:
         return flat.as_strided(data.shape, data.stride(), data.storage_offset())
 
 
+class _Backups:
+    """Copies of tensors that are about to be used as they are."""
+
+    def __init__(self) -> None:
+        self._saved: dict[SlotId, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._copies: dict[ViewKey, torch.Tensor] = {}
+
+    def add(self, slot: SlotId, data: torch.Tensor) -> None:
+        key = view_key(data)
+        if key not in self._copies:
+            self._copies[key] = data.clone()
+        self._saved[slot] = (data, self._copies[key])
+
+    def restore(self, now: SlotStates) -> tuple[SlotId, ...]:
+        """Give changed tensors their elements back; returns the slots of those, and of moved ones."""
+        changed: list[SlotId] = []
+        for slot, (data, copy) in self._saved.items():
+            state = now.get(slot)
+            moved = (
+                state is not None
+                and state.data is not None
+                and view_key(state.data) != view_key(data)
+            )
+            if not same_bits(data, copy):
+                data.copy_(copy)
+                moved = True
+            if moved:
+                changed.append(slot)
+        return tuple(changed)
+
+
 def _move_to_host(group: LayerGroup) -> dict[SlotId, torch.device]:
     """Keep the shadows in host memory and only there; returns where they were."""
     in_use = {id(state.value) for state in group.after.values()}
@@ -462,19 +509,24 @@ class _Swaps:
     """A log of objects put into slots, that can be undone."""
 
     def __init__(self) -> None:
-        self._log: list[tuple[MutableMapping[str, Any], str, Any]] = []
+        self._log: list[tuple[MutableMapping[str, Any], str, Any, Any]] = []
+        self._owned: dict[tuple[int, str], Any] = {}
 
     def __len__(self) -> int:
         return len(self._log)
 
-    def set(self, registry: MutableMapping[str, Any], name: str, value: Any) -> None:
-        self._log.append((registry, name, registry[name]))
+    def set(self, registry: MutableMapping[str, Any], name: str, value: Any, owned: Any) -> None:
+        """Put ``value`` into a slot; ``owned`` is kept as long as it stays there."""
+        key = id(registry), name
+        self._log.append((registry, name, registry[name], self._owned.get(key)))
         registry[name] = value
+        self._owned[key] = owned
 
     def undo(self, mark: int) -> None:
         while len(self._log) > mark:
-            registry, name, value = self._log[-1]
+            registry, name, value, owned = self._log[-1]
             registry[name] = value
+            self._owned[id(registry), name] = owned
             self._log.pop()
 
     def release(self) -> None:

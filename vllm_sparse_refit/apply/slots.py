@@ -1,8 +1,9 @@
 """Where a layer keeps state: the registry entries and attributes that post-load processing may change.
 
 A slot is one entry of one mapping: a parameter, buffer, submodule or plain attribute of a module, or an
-attribute of one of its helper objects (a quant method, an attention backend). Slots are read and set in
-those mappings directly, so that neither ``nn.Module`` nor a property interferes.
+attribute of one of its helper objects (a quant method, its scheme, the scheme's kernel, an attention
+backend). Slots are read and set in those mappings directly, so that neither ``nn.Module`` nor a property
+interferes.
 """
 
 import functools
@@ -21,7 +22,7 @@ NamedModules = tuple[tuple[str, torch.nn.Module], ...]
 
 @dataclass(frozen=True)
 class SlotId:
-    """Names a slot: the module, the registry (or the helper object) and the entry."""
+    """Names a slot: the module, the registry (or the helper object, as ``a.b``) and the entry."""
 
     module: str
     registry: str
@@ -30,6 +31,12 @@ class SlotId:
     def __str__(self) -> str:
         owner = "" if self.registry in _REGISTRIES else f"{self.registry}."
         return f"{self.module}.{owner}{self.name}" if self.module else f"{owner}{self.name}"
+
+    def holders(self) -> Iterator["SlotId"]:
+        """The slots that hold the helper object, and those that hold its holders."""
+        path = [] if self.registry in _REGISTRIES else self.registry.split(".")
+        for depth, name in enumerate(path):
+            yield SlotId(self.module, ".".join(path[:depth]) or "attribute", name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +66,8 @@ SlotStates = dict[SlotId, Held]
 _REGISTRIES = ("parameter", "buffer", "submodule", "attribute")
 _MODULE_INTERNALS = frozenset(torch.nn.Module().__dict__) - {"training"}
 _MUTABLE = (dict, list, set)
+# A quant method, its scheme, the scheme's kernel.
+_HELPER_DEPTH = 3
 # Compared with ==, and never a holder of weights.
 PLAIN = (
     bool
@@ -72,13 +81,25 @@ PLAIN = (
     | torch.device
     | torch.Size
     | types.ModuleType
+    | torch._ops.OpOverload
+    | torch._ops.OpOverloadPacket
 )
 
 
-def capture(modules: Iterable[tuple[str, torch.nn.Module]]) -> SlotStates:
-    """What all slots of ``modules`` hold now. Copies no tensor."""
+def capture(
+    modules: Iterable[tuple[str, torch.nn.Module]], like: SlotStates | None = None
+) -> SlotStates:
+    """What all slots of ``modules`` hold now. Copies no tensor.
+
+    Args:
+        like: an earlier capture, whose names are kept for helper objects that can be reached in another
+            way now.
+    """
+    names = {(slot.module, id(s.registry)): slot.registry for slot, s in (like or {}).items()}
     return {
-        SlotId(module_name, label, name): held(registry, name)
+        SlotId(module_name, names.get((module_name, id(registry)), label), name): held(
+            registry, name
+        )
         for module_name, module in modules
         for label, registry in _registries(module)
         for name in registry
@@ -104,9 +125,27 @@ def _registries(module: torch.nn.Module) -> Iterator[tuple[str, MutableMapping[s
         module.__dict__,
     )
     yield from zip(_REGISTRIES, internals, strict=True)
-    for name, value in module.__dict__.items():
-        if name not in _MODULE_INTERNALS and _is_helper(value):
-            yield name, vars(value)
+    for path, helper in helpers(module):
+        yield path, vars(helper)
+
+
+def helpers(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """The helper objects of ``module``, each once, with the attributes that lead to it (``a.b``)."""
+    found: set[int] = set()
+    attributes = {n: v for n, v in module.__dict__.items() if n not in _MODULE_INTERNALS}
+    level = [(name, value) for name, value in attributes.items() if _is_helper(value)]
+    for _ in range(_HELPER_DEPTH):
+        deeper: list[tuple[str, Any]] = []
+        for path, helper in level:
+            if id(helper) in found:
+                continue
+            found.add(id(helper))
+            yield path, helper
+            # What a configuration refers to belongs to the whole engine.
+            if not type(helper).__name__.endswith("Config"):
+                inner = vars(helper).items()
+                deeper += [(f"{path}.{n}", v) for n, v in inner if _is_helper(v)]
+        level = deeper
 
 
 def _is_helper(value: object) -> bool:
@@ -156,6 +195,15 @@ def is_changed(before: Held | None, after: Held | None) -> bool:
     if before.contents is not None and after.contents is not None:
         return not _same_parts(before.contents, after.contents)
     return not same_value(before.value, after.value)
+
+
+def is_of_new_helper(slot: SlotId, before: SlotStates, after: SlotStates) -> bool:
+    """Whether a slot of a helper object belongs to another object now: then the object changed, not it."""
+    return any(
+        (holder in before) != (holder in after)
+        or (holder in before and before[holder].value is not after[holder].value)
+        for holder in slot.holders()
+    )
 
 
 def same_value(one: Any, other: Any) -> bool:
@@ -213,7 +261,7 @@ class Equivalence:
     def _tensors(self, live: torch.Tensor, fresh: torch.Tensor) -> bool:
         if live.is_meta or fresh.is_meta or view_key(live)[1:] != view_key(fresh)[1:]:
             return False
-        if self._storages.get(storage_key(fresh)) == storage_key(live):
+        if storage_key(live) in (storage_key(fresh), self._storages.get(storage_key(fresh))):
             return True
         return live.device == fresh.device and same_bits(live, fresh)
 

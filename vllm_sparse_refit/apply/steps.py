@@ -20,6 +20,7 @@ from vllm_sparse_refit.apply.slots import (
     SlotStates,
     capture,
     is_changed,
+    is_of_new_helper,
     storages,
 )
 from vllm_sparse_refit.apply.storage import storage_key
@@ -140,7 +141,7 @@ class StepRecorder:
         (name, module, before, copies), self._open = self._open, None
         reads = frozenset(self._reads)
         territory = _territory(name, module)
-        after = capture(territory)
+        after = capture(territory, like=before)
         changed = _changes(before, after, copies)
         if changed:
             self.steps.append(Step(name, module, changed, territory, after, reads))
@@ -158,7 +159,7 @@ def _changes(before: SlotStates, after: SlotStates, copies: Copies) -> dict[Slot
         rewritten = copies.rewritten(old) if old is not None else None
         if old is not None and rewritten is not None:
             changed[slot] = Held(old.registry, old.value, rewritten, old.contents)
-        elif is_changed(old, after.get(slot)):
+        elif is_changed(old, after.get(slot)) and not is_of_new_helper(slot, before, after):
             changed[slot] = old
     return changed
 
