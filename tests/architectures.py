@@ -74,6 +74,7 @@ class Family:
         auto_class: the transformers class that builds it.
         engine: what its engines need beside the usual settings.
         runs: how its engines are asked: ``"generate"``, ``"embed"``, or ``"load"`` where they cannot be.
+        ignore: checkpoint names that its engines need not get.
         int8: store linear layers in int8 with a scale for each row, as compressed-tensors does.
     """
 
@@ -83,6 +84,7 @@ class Family:
     auto_class: str = "AutoModelForCausalLM"
     engine: Mapping[str, Any] = field(default_factory=dict)
     runs: str = "generate"
+    ignore: tuple[str, ...] = ()
     int8: bool = False
 
     def config(self, overrides: Mapping[str, Any]) -> Any:
@@ -215,6 +217,7 @@ FAMILIES: dict[str, Family] = {
         auto_class="AutoModel",
         engine={"runner": "pooling", "skip_tokenizer_init": False},
         runs="embed",
+        ignore=("pooler.*",),
     ),
 }
 

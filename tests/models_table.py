@@ -77,7 +77,7 @@ def compare(name: str) -> dict[str, Any]:
     from tests.architectures import FAMILIES
     from tests.checkpoints import build_checkpoint, perturb_checkpoint
     from tests.engine.engines import checksums, embed, engine, generate
-    from vllm_sparse_refit import WeightSynchronizer
+    from vllm_sparse_refit import SyncConfig, WeightSynchronizer
     from vllm_sparse_refit.errors import UnsupportedModelError
 
     family = FAMILIES[name]
@@ -94,7 +94,7 @@ def compare(name: str) -> dict[str, Any]:
         settings = _settings(family.engine, steps[0])
         with engine(steps[0], **settings) as llm:
             start = checksums(llm), ask(llm)
-            sync = WeightSynchronizer.connect(llm)
+            sync = WeightSynchronizer.connect(llm, config=SyncConfig(ignore=family.ignore))
             try:
                 sync.snapshot(steps[0])
                 for step in steps[1:]:

@@ -393,6 +393,13 @@ def test_a_model_whose_loading_was_not_observed_is_refused() -> None:
         _applier(loaded=None).discover_native_skips({})
 
 
+def test_expert_load_balancing_is_refused() -> None:
+    applier = _applier()
+    applier._model_runner.vllm_config.parallel_config.enable_eplb = True
+    with pytest.raises(UnsupportedModelError, match="enable_eplb"):
+        applier.discover_native_skips({})
+
+
 def test_a_draft_model_is_refused() -> None:
     class Draft:
         class draft_model_config:

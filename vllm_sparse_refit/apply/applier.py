@@ -1,13 +1,19 @@
 """Canonical sparse updates through vLLM's own weight loaders."""
 
 import contextlib
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from vllm_sparse_refit.apply.delta_checks import (
+    DeltasByName,
+    check_aliases,
+    check_spans,
+    has_nan,
+    is_complete,
+)
 from vllm_sparse_refit.apply.discovery import Discovery, TensorInfo, discover
 from vllm_sparse_refit.apply.elementwise import (
     is_nan_marked,
@@ -15,6 +21,7 @@ from vllm_sparse_refit.apply.elementwise import (
     sentinel_bits,
     unchanged_mask,
 )
+from vllm_sparse_refit.apply.engine_settings import check_engine, load_context, ties_output
 from vllm_sparse_refit.apply.live_model import LiveModel
 from vllm_sparse_refit.apply.load_mode import LoaderCopy, LoaderWeight, LoadKind
 from vllm_sparse_refit.apply.loading import LoadedModel
@@ -27,7 +34,6 @@ from vllm_sparse_refit.codec.delta import SparseOperation, TensorDelta
 from vllm_sparse_refit.codec.dtypes import bits_dtype, bits_view, dtype_name
 from vllm_sparse_refit.codec.payload import DecodeLimits, decode_payload
 from vllm_sparse_refit.errors import (
-    PayloadError,
     RefitError,
     TensorMismatchError,
     TransactionError,
@@ -38,8 +44,6 @@ from vllm_sparse_refit.errors import (
 DEFAULT_SAMPLES = 64
 
 Samples = Mapping[str, tuple[Sequence[int], Sequence[int]]]
-
-DeltasByName = Mapping[str, Sequence[TensorDelta]]
 
 
 class VllmSparseDeltaApplier:
@@ -102,23 +106,14 @@ class VllmSparseDeltaApplier:
                 "plain ones; load it with a load_format that goes through vLLM's base loader "
                 "(auto, safetensors, dummy)"
             )
-        if self._model_runner.vllm_config.parallel_config.enable_eplb:
-            raise UnsupportedModelError(
-                "the engine moves experts between ranks (enable_eplb), so their weights do not stay where "
-                "they were loaded; start it without expert load balancing"
-            )
-        if draft := _draft_model(self._model_runner):
-            raise UnsupportedModelError(
-                f"the engine runs a draft model ({draft}), whose weights would go stale; "
-                "start it without speculative decoding"
-            )
+        check_engine(self._model_runner)
         live, layers = self._live_model(), self._layers
         layers.check_usable()
         layers.numbers_may_change = self._model_runner.vllm_config.model_config.enforce_eager
         refused = [*self._loaded.refused, *(PackedLayer(*item) for item in layers.check().items())]
         with layers.loader_state():
             self._discovery = discover(
-                live, state_dict_info, refused, tied_output=_ties_output(self._model_runner)
+                live, state_dict_info, refused, tied_output=ties_output(self._model_runner)
             )
         return set(self._discovery.names(LoadKind.SKIP))
 
@@ -169,9 +164,7 @@ class VllmSparseDeltaApplier:
         return self._loaded.layers
 
     def _live_model(self) -> LiveModel:
-        return LiveModel(
-            self._model_runner.get_model(), lambda: _vllm_load_context(self._model_runner)
-        )
+        return LiveModel(self._model_runner.get_model(), lambda: load_context(self._model_runner))
 
     # --- checks, before anything is written -------------------------------------------------------
 
@@ -229,21 +222,21 @@ class VllmSparseDeltaApplier:
         """
         self.check_model()
         for name, parts in deltas.items():
-            _check_spans(name, parts)
+            check_spans(name, parts)
             if self.discovery.weights[name].kind in (LoadKind.DENSE, LoadKind.TRANSFORM):
                 self._check_overwrite(name, parts)
         for group in self.discovery.aliases:
-            _check_aliases(group, deltas)
+            check_aliases(group, deltas)
 
     def _check_overwrite(self, name: str, parts: Sequence[TensorDelta]) -> None:
-        if _is_complete(parts):
+        if is_complete(parts):
             return
         if self.discovery.weights[name].kind is LoadKind.DENSE:
             raise UnsupportedModelError(
                 f"{name}: the model's loader mixes its elements, so all of them must be sent "
                 "together"
             )
-        if is_nan_marked(parts[0].dtype) and any(_has_nan(part) for part in parts):
+        if is_nan_marked(parts[0].dtype) and any(has_nan(part) for part in parts):
             raise UnsupportedModelError(
                 f"{name}: a sparse update holds a NaN, which the model's loader could not tell "
                 "from an unchanged element; send all elements of the tensor"
@@ -501,7 +494,7 @@ def _loader_weight(discovery: Discovery, name: str, parts: Sequence[TensorDelta]
     source = torch.empty(weight.shape, dtype=weight.dtype)
     sentinel = None
     bits = bits_view(source).reshape(-1)
-    if not _is_complete(parts):
+    if not is_complete(parts):
         sentinel = sentinel_bits(weight.dtype, torch.cat([part.values for part in parts]))
         if sentinel is None:
             raise UnsupportedModelError(
@@ -518,82 +511,3 @@ def _index(locations: torch.Tensor | range) -> Any:
     if isinstance(locations, range):
         return slice(locations.start, locations.stop)
     return locations.to(torch.int64)
-
-
-# --- checks on deltas -----------------------------------------------------------------------------
-
-
-def _check_spans(name: str, parts: Sequence[TensorDelta]) -> None:
-    ordered = sorted(parts, key=lambda part: part.begin)
-    for first, second in itertools.pairwise(ordered):
-        if second.begin < first.end:
-            raise PayloadError(
-                f"{name}: elements {second.begin} to {min(first.end, second.end) - 1} are sent "
-                "twice in one transfer; each producer must send its own part of a tensor"
-            )
-    if len({part.operation for part in parts}) > 1:
-        raise PayloadError(f"{name}: one transfer mixes xor and overwrite for this tensor")
-
-
-def _is_complete(parts: Sequence[TensorDelta]) -> bool:
-    numel = 1
-    for size in parts[0].shape:
-        numel *= size
-    return sum(len(part.locations) for part in parts) == numel
-
-
-def _has_nan(part: TensorDelta) -> bool:
-    return bool(part.values.view(part.dtype).isnan().any())
-
-
-def _check_aliases(group: tuple[str, ...], deltas: DeltasByName) -> None:
-    first = _joined(deltas.get(group[0], ()))
-    for name in group[1:]:
-        other = _joined(deltas.get(name, ()))
-        if first[0] != other[0] or not all(map(torch.equal, first[1:], other[1:])):
-            raise UnsupportedModelError(
-                f"{group[0]} and {name} are one parameter in this engine, but the update gives "
-                "them different values; start the engine from a checkpoint in which they differ"
-            )
-
-
-def _joined(
-    parts: Sequence[TensorDelta],
-) -> tuple[SparseOperation | None, torch.Tensor, torch.Tensor]:
-    if not parts:
-        return None, torch.empty(0), torch.empty(0)
-    ordered = sorted(parts, key=lambda part: part.begin)
-    locations = [
-        torch.arange(p.locations.start, p.locations.stop)
-        if isinstance(p.locations, range)
-        else p.locations.to(torch.int64)
-        for p in ordered
-    ]
-    return ordered[0].operation, torch.cat(locations), torch.cat([p.values for p in ordered])
-
-
-# --- vLLM -----------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _vllm_load_context(model_runner: Any) -> Iterator[None]:
-    """The context in which vLLM loads a checkpoint: current config and default dtype."""
-    from vllm.config import set_current_vllm_config
-    from vllm.utils.torch_utils import set_default_torch_dtype
-
-    config = model_runner.vllm_config
-    with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype):
-        yield
-
-
-def _ties_output(model_runner: Any) -> bool:
-    config = model_runner.vllm_config.model_config.hf_config.get_text_config()
-    return bool(getattr(config, "tie_word_embeddings", False))
-
-
-def _draft_model(model_runner: Any) -> str | None:
-    """The draft model's name if the worker has one with weights of its own."""
-    config = model_runner.vllm_config.speculative_config
-    if config is None or getattr(config, "draft_model_config", None) is None:
-        return None
-    return str(config.draft_model_config.model)
