@@ -1,6 +1,7 @@
 """What discovery says about loaders of every kind, and that it changes nothing."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -397,6 +398,27 @@ def test_expert_load_balancing_is_refused() -> None:
     applier = _applier()
     applier._model_runner.vllm_config.parallel_config.enable_eplb = True
     with pytest.raises(UnsupportedModelError, match="enable_eplb"):
+        applier.discover_native_skips({})
+
+
+def test_online_quantization_is_refused_by_name() -> None:
+    applier = _applier()
+    layer = torch.nn.Module()
+    layer.quant_method = SimpleNamespace(uses_meta_device=True)
+    applier._model_runner.get_model().add_module("projection", layer)
+    with pytest.raises(UnsupportedModelError, match="layer projection is quantized while it loads"):
+        applier.discover_native_skips({})
+
+
+@pytest.mark.parametrize("model", [None, torch.nn.Linear(1, 1)])
+def test_a_drafter_without_a_model_is_no_draft_model(model: torch.nn.Module | None) -> None:
+    draft = SimpleNamespace(draft_model_config=SimpleNamespace(model="the-target"))
+    applier = _applier(draft=draft)
+    applier._model_runner.drafter = SimpleNamespace(model=model)
+    if model is None:
+        assert applier.discover_native_skips({}) == set()
+        return
+    with pytest.raises(UnsupportedModelError, match="the-target"):
         applier.discover_native_skips({})
 
 

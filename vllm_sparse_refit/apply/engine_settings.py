@@ -4,6 +4,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from vllm_sparse_refit.errors import UnsupportedModelError
 
 
@@ -18,6 +20,12 @@ def check_engine(model_runner: Any) -> None:
             "the engine moves experts between ranks (enable_eplb), so their weights do not stay where "
             "they were loaded; start it without expert load balancing"
         )
+    for name, module in model_runner.get_model().named_modules():
+        if getattr(getattr(module, "quant_method", None), "uses_meta_device", False):
+            raise UnsupportedModelError(
+                f"layer {name} is quantized while it loads (online quantization), and what it is made of is "
+                "not kept; start the engine from a quantized checkpoint, or unquantized"
+            )
     if draft := draft_model(model_runner):
         raise UnsupportedModelError(
             f"the engine runs a draft model ({draft}), whose weights would go stale; "
@@ -46,4 +54,12 @@ def draft_model(model_runner: Any) -> str | None:
     config = model_runner.vllm_config.speculative_config
     if config is None or getattr(config, "draft_model_config", None) is None:
         return None
+    # For n-gram speculation vLLM gives the target model's configuration, and a drafter without a model.
+    drafter = getattr(model_runner, "drafter", None)
+    if drafter is not None and not _holds_module(drafter):
+        return None
     return str(config.draft_model_config.model)
+
+
+def _holds_module(drafter: Any) -> bool:
+    return any(isinstance(value, torch.nn.Module) for value in vars(drafter).values())
