@@ -14,7 +14,6 @@ baseline, which is as large as the weights.
 
 import argparse
 import contextlib
-import gc
 import json
 import os
 import statistics
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import engines
+from benchmarks.memory import PeakMemory
 
 MIB = 1 << 20
 WARM_UPS = 1
@@ -126,13 +126,12 @@ def _measure_engine(
     worker = _worker_process(sync.status()[0]["address"])
 
     _say("memory of a snapshot and two syncs")
-    gc.collect()
-    peaks = _PeakMemory(os.getpid()), _PeakMemory(worker)
+    peaks = PeakMemory(), PeakMemory(worker)
     sync.snapshot(weights[0])
     report = sync.sync(weights[1])
     memory = {"trainer": peaks[0].extra_bytes(), "worker": peaks[1].extra_bytes()}
     pair.check(llm, 1)
-    peaks = _PeakMemory(os.getpid()), _PeakMemory(worker)
+    peaks = PeakMemory(), PeakMemory(worker)
     sync.sync(weights[0])
     memory |= {
         "trainer_next_sync": peaks[0].extra_bytes(),
@@ -214,26 +213,6 @@ def _seconds(action: Callable[[], object]) -> float:
     started = time.perf_counter()
     action()
     return time.perf_counter() - started
-
-
-class _PeakMemory:
-    """How far the resident memory of a process rises from now on."""
-
-    def __init__(self, process_id: int) -> None:
-        self._folder = Path(f"/proc/{process_id}")
-        # 5 sets the high-water mark to what is resident now.
-        (self._folder / "clear_refs").write_text("5")
-        self._before = self._read("VmRSS")
-
-    def extra_bytes(self) -> int:
-        return self._read("VmHWM") - self._before
-
-    def _read(self, field: str) -> int:
-        for line in (self._folder / "status").read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name == field:
-                return int(value.split()[0]) * 1024
-        raise OSError(f"{self._folder}/status has no {field}")
 
 
 def _worker_process(address: str) -> int:

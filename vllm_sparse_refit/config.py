@@ -125,11 +125,13 @@ class SyncConfig:
         timeout_s: Longest wait for a worker to acknowledge one payload, in seconds, per try.
         retries: Further tries after a payload was not acknowledged in time.
         chunk_elements: Elements compared at a time; bounds the trainer's temporary memory.
-        payload_bytes: Encoded size at which a payload is closed and sent, roughly.
+        payload_bytes: Size at which a payload is closed and sent, before compression.
+        threads: Threads that compare and encode; None takes as many as the process may use, at most 8.
         queue_depth: Items that wait between two stages of the pipeline, at most.
-        compression_level: zstd level.
         verification_samples: Changed elements read back per tensor after a commit.
         baseline_dir: Folder for a memory-mapped baseline; None keeps it in RAM.
+        baseline_on_device: Keep each tensor's baseline on the device where the tensor is: twice the
+            memory there, but only what changed crosses to the host.
         dtype: Cast floating tensors to this dtype before they are compared, as if the checkpoint were
             saved in it, for a trainer that keeps fp32 master weights: ``"bfloat16"``, ``"float16"`` or
             ``"float32"``. None sends them as they are.
@@ -140,12 +142,13 @@ class SyncConfig:
     api_key_env_var: str | None = None
     timeout_s: float = 30.0
     retries: int = 2
-    chunk_elements: int = 8 * MIB
-    payload_bytes: int = 4 * MIB
+    chunk_elements: int = 2 * MIB
+    payload_bytes: int = 1 * MIB
+    threads: int | None = None
     queue_depth: int = 2
-    compression_level: int = 1
     verification_samples: int = 64
     baseline_dir: str | os.PathLike[str] | None = None
+    baseline_on_device: bool = False
     dtype: str | None = None
     ignore: tuple[str, ...] = ()
 
@@ -156,8 +159,13 @@ class SyncConfig:
             "chunk_elements",
             "payload_bytes",
             "queue_depth",
-            "compression_level",
         )
+        if self.threads is not None and (type(self.threads) is not int or self.threads < 1):
+            raise ConfigError(
+                f"SyncConfig.threads must be 1 or more, or None, not {self.threads!r}"
+            )
+        if self.baseline_on_device and self.baseline_dir is not None:
+            raise ConfigError("a baseline lives on the device or in baseline_dir, not in both")
         if self.dtype is not None and self.dtype not in CAST_DTYPES:
             raise ConfigError(
                 f"SyncConfig.dtype must be one of {list(CAST_DTYPES)} (a string), not {self.dtype!r}"

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.codec import crafted
+from tests.codec import crafted, reference
 from vllm_sparse_refit.codec import wire
 from vllm_sparse_refit.codec.delta import (
     SparseOperation,
@@ -26,30 +26,10 @@ from vllm_sparse_refit.codec.payload import (
 )
 from vllm_sparse_refit.errors import PayloadError
 
-XOR, OVERWRITE = SparseOperation.XOR, SparseOperation.OVERWRITE
+XOR, OVERWRITE, ADD = SparseOperation.XOR, SparseOperation.OVERWRITE, SparseOperation.ADD
 LIMITS = DecodeLimits(max_payload_bytes=1 << 26, max_decoded_bytes=1 << 26)
 
-# Head, checksum, sizes; a row and its name; another; location planes; value planes. Two deltas:
-# bf16 xor with four-byte gaps, and an fp32 scalar overwritten by -0.0.
-GOLDEN_PLAIN = """
-5653525001000000
-faea5df2c8dbfd703e68457785e0e0f5
-02000000690000000c000000000000000c0000000000000085000000000000008100000000000000
-7011010000000000e022020000000000711101000000000004000000000000000c000b0104020300
-00000000000070110100000000006c617965722e776569676874
-000000000000000001000000000000000000000000000000010000000000000001000c02000062
-022943000110000001000000
-010200020000800100000080
-"""
-# The same, its body compressed.
-GOLDEN_ZSTD = """
-5653525001000100
-9d7257a20b350eed7a5680b1ace9ef61
-02000000690000000c000000000000000c0000000000000085000000000000006000000000000000
-28b52ffd2081bd020012c40e1aa0291dffffff3f6a9a1bbff3afcd0384e0f00911f328b79b9429ed
-67fb5e0afc289a7cd5fca1456156643c4b421af6408fc1eacf2931fdcf81050a004a8d9f4922b741
-cf19346f0a2ac74bbb14713393ad2d73
-"""
+pytestmark = pytest.mark.usefixtures("both_implementations")
 
 
 def random_bits(rng: random.Random, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -76,6 +56,15 @@ def assert_same(left: list[TensorDelta], right: list[TensorDelta]) -> None:
         assert torch.equal(a.values, b.values)
 
 
+def small_codes(rng: random.Random, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Values of which few need more than a nibble, as steps or as bits."""
+    steps = [rng.choice([1, 1, 1, 2, 3, -1, -1, -2]) for _ in range(count)]
+    for at in range(0, count, 7):
+        steps[at] = rng.randrange(-128, 128)
+    bits = bits_dtype(dtype)
+    return torch.tensor(steps, dtype=torch.int64).to(bits)
+
+
 @st.composite
 def delta_of(draw: st.DrawFn, name: str) -> TensorDelta:
     shape = draw(
@@ -94,6 +83,7 @@ def delta_of(draw: st.DrawFn, name: str) -> TensorDelta:
         span = draw(st.sampled_from([40, 400, 10**6, numel]))
         chosen = draw(st.sets(st.integers(begin, min(begin + span, numel) - 1), min_size=1))
         locations = torch.tensor(sorted(chosen), dtype=location_dtype(numel))
+    values = draw(st.sampled_from([random_bits, small_codes]))
     return TensorDelta(
         name=name,
         shape=shape,
@@ -102,7 +92,7 @@ def delta_of(draw: st.DrawFn, name: str) -> TensorDelta:
         begin=begin,
         end=numel,
         locations=locations,
-        values=random_bits(random.Random(draw(st.integers())), len(locations), dtype),
+        values=values(random.Random(draw(st.integers())), len(locations), dtype),
     )
 
 
@@ -111,25 +101,26 @@ NAMES = st.lists(
 )
 
 
-@settings(deadline=None)
-@given(names=NAMES, data=st.data(), level=st.sampled_from([1, 3, 19]))
-def test_decoding_returns_what_was_encoded(
-    names: list[str], data: st.DataObject, level: int
-) -> None:
+@settings(deadline=None, max_examples=120)
+@given(names=NAMES, data=st.data())
+def test_decoding_returns_what_was_encoded(names: list[str], data: st.DataObject) -> None:
     deltas = [data.draw(delta_of(name)) for name in names]
-    encoded = encode_payload(deltas, compression_level=level)
+    encoded = encode_payload(deltas)
     decoded = decode_payload(encoded, LIMITS)
     assert_same(decoded, deltas)
     for delta in decoded:
         if isinstance(delta.locations, torch.Tensor):
             assert delta.locations.dtype == location_dtype(math.prod(delta.shape))
+    # Under the compression are the bytes that the format's description asks for.
+    assert crafted.plain(encoded) == reference.encode(deltas)
 
 
 @settings(deadline=None)
 @given(
     dtype=st.sampled_from(SUPPORTED),
     shape=st.sampled_from([(), (1,), (0, 3), (64,), (33, 17)]),
-    density=st.sampled_from([0.0, 0.01, 0.2, 1.0]),
+    density=st.sampled_from([0.0, 0.01, 0.2, 0.9, 0.99, 1.0]),
+    small=st.booleans(),
     operation=st.sampled_from(SparseOperation),
     seed=st.integers(0, 2**32),
 )
@@ -137,12 +128,15 @@ def test_old_bits_become_new_bits(
     dtype: torch.dtype,
     shape: tuple[int, ...],
     density: float,
+    small: bool,
     operation: SparseOperation,
     seed: int,
 ) -> None:
     rng = random.Random(seed)
     numel = math.prod(shape)
     old, other = random_bits(rng, numel, dtype), random_bits(rng, numel, dtype)
+    if small:
+        other = old + small_codes(rng, numel, dtype)
     touched = torch.tensor([rng.random() < density for _ in range(numel)], dtype=torch.bool)
     new = torch.where(touched, other, old)
     delta = make_delta("w", shape, dtype, operation, 0, old, new)
@@ -154,20 +148,32 @@ def test_old_bits_become_new_bits(
     assert torch.equal(old, new)
 
 
-@pytest.mark.parametrize(("largest", "width"), [(255, 1), (256, 2), (2**16, 4), (2**32, 8)])
-def test_gaps_take_the_narrowest_width_that_fits(largest: int, width: int) -> None:
+@settings(deadline=None)
+@given(
+    codes=st.lists(st.integers(0, 40), min_size=1, max_size=60),
+    dtype=st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.float64]),
+    operation=st.sampled_from(SparseOperation),
+)
+def test_nibbles_are_used_while_at_most_a_quarter_escapes(
+    codes: list[int], dtype: torch.dtype, operation: SparseOperation
+) -> None:
+    values = [(code >> 1) ^ -(code & 1) for code in codes] if operation is ADD else codes
     delta = TensorDelta(
         name="w",
-        shape=(2**34,),
-        dtype=torch.uint8,
-        operation=XOR,
+        shape=(len(codes),),
+        dtype=dtype,
+        operation=operation,
         begin=0,
-        end=2**34,
-        locations=torch.tensor([2**33, 2**33 + 1, 2**33 + 1 + largest]),
-        values=torch.tensor([1, 2, 3], dtype=torch.uint8),
+        end=len(codes),
+        locations=range(len(codes)),
+        values=torch.tensor(values, dtype=torch.int64).to(bits_dtype(dtype)),
     )
     encoded = encode_payload([delta])
-    assert wire.Prelude.read(encoded).location_bytes == 2 * width
+    escaped = sum(code >= 15 for code in codes)
+    fits = operation is not OVERWRITE and 4 * escaped <= len(codes)
+    sections = crafted.sections(encoded)
+    assert len(sections.get(crafted.NIBBLES, b"")) == ((len(codes) + 1) // 2 if fits else 0)
+    assert len(sections.get(crafted.CODES, b"")) == (escaped if fits else len(codes))
     assert_same(decode_payload(encoded, LIMITS), [delta])
 
 
@@ -191,28 +197,86 @@ def test_declared_size_is_that_of_the_tensors_and_the_table() -> None:
     assert payload_decoded_bytes(crafted.payload()) == tensors + len(crafted.row())
 
 
-def test_incompressible_bodies_are_stored_raw() -> None:
+def test_incompressible_sections_are_stored_as_they_are() -> None:
     rng = random.Random(0)
     values = random_bits(rng, 4096, torch.uint8)
     delta = TensorDelta("w", (4096,), torch.uint8, XOR, 0, 4096, range(4096), values)
     encoded = encode_payload([delta])
-    assert wire.Prelude.read(encoded).encoding == wire.BODY_RAW
+    encodings = {entry.kind: entry.encoding for entry in wire.Prelude.read(encoded).sections}
+    assert encodings[crafted.CODES] == wire.RAW
     assert_same(decode_payload(encoded, LIMITS), [delta])
 
 
-def test_planes_compress() -> None:
+def test_sparse_steps_compress() -> None:
     count = 20_000
     delta = TensorDelta(
         name="w",
         shape=(10**7,),
         dtype=torch.bfloat16,
-        operation=XOR,
+        operation=ADD,
         begin=0,
         end=10**7,
-        locations=torch.arange(0, 300 * count, 300, dtype=torch.int32),
+        locations=torch.arange(0, 200 * count, 200, dtype=torch.int32),
         values=torch.ones(count, dtype=torch.int16),
     )
     assert len(encode_payload([delta])) < count // 20
+
+
+@pytest.mark.parametrize("operation", [XOR, ADD])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
+def test_dense_changes_cost_little_more_than_the_tensor(
+    dtype: torch.dtype, operation: SparseOperation
+) -> None:
+    """However many elements took random bits, the payload is at most 1 % larger than the tensor."""
+    elements = 1 << 20
+    generator = torch.Generator().manual_seed(0)
+    raw = torch.randint(
+        0, 256, (2, elements * dtype.itemsize), generator=generator, dtype=torch.uint8
+    )
+    old, other = raw[0].view(bits_dtype(dtype)), raw[1].view(bits_dtype(dtype))
+    chance = torch.rand(elements, generator=generator)
+    costs = {}
+    # Closest where locations are given up: 0.8 for one byte, 0.89 for two, 0.94 for four.
+    for fraction in (300, 500, 700, 790, 805, 850, 885, 895, 935, 945, 970, 990, 1000):
+        new = torch.where(chance < fraction / 1000, other, old)
+        delta = make_delta("w", (elements,), dtype, operation, 0, old, new)
+        assert delta is not None
+        encoded = encode_payload([delta])
+        costs[fraction] = len(encoded) / (elements * dtype.itemsize)
+    assert max(costs.values()) < 1.01, costs
+    limits = DecodeLimits(max_payload_bytes=1 << 24, max_decoded_bytes=1 << 24)
+    apply_delta(decode_payload(encoded, limits)[0], old)
+    assert torch.equal(old, new)
+
+
+@pytest.mark.parametrize("density", [0.02, 0.3])
+def test_small_tensors_share_their_sections(density: float) -> None:
+    tensors, elements = 100, 1000
+    size = tensors * elements
+    generator = torch.Generator().manual_seed(0)
+    old = torch.randint(-(2**15), 2**15, (size,), generator=generator, dtype=torch.int16)
+    steps = torch.randint(0, 2, (size,), generator=generator, dtype=torch.int16) * 2 - 1
+    new = torch.where(torch.rand(size, generator=generator) < density, old + steps, old)
+    one = make_delta("w", (size,), torch.bfloat16, ADD, 0, old, new)
+    many = [
+        make_delta(
+            f"model.layers.{number}.input_layernorm.weight",
+            (elements,),
+            torch.bfloat16,
+            ADD,
+            0,
+            old[number * elements : (number + 1) * elements],
+            new[number * elements : (number + 1) * elements],
+        )
+        for number in range(tensors)
+    ]
+    assert one is not None
+    deltas = [delta for delta in many if delta is not None]
+    assert len(deltas) == tensors
+    encoded = encode_payload(deltas)
+    assert_same(decode_payload(encoded, LIMITS), deltas)
+    # A row of the table has about 90 bytes, of which few differ from the last one's.
+    assert len(encoded) < len(encode_payload([one])) + tensors * 12
 
 
 def valid_delta() -> TensorDelta:
@@ -239,10 +303,33 @@ def valid_delta() -> TensorDelta:
         ({"end": 9}, "'w' speaks for"),
         ({"shape": (2**32, 2**32)}, "'w' has a shape"),
         ({"shape": (1,) * 33}, "'w' has 33 dimensions"),
-        ({"locations": torch.tensor([1, 3, 3], dtype=torch.int32)}, "'w' are not strictly asc"),
-        ({"locations": torch.tensor([3, 1, 6], dtype=torch.int32)}, "'w' are not strictly asc"),
+        (
+            {"locations": torch.tensor([1, 3, 3], dtype=torch.int32)},
+            "'w': the locations are not strictly",
+        ),
+        (
+            {"locations": torch.tensor([3, 1, 6], dtype=torch.int32)},
+            "'w': the locations are not strictly",
+        ),
         ({"locations": torch.tensor([-1, 1, 6], dtype=torch.int32)}, "'w' has a location outside"),
-        ({"locations": range(0)}, "'w' has 0 elements"),
+        (
+            {"locations": range(0), "values": torch.empty(0, dtype=torch.int16)},
+            "'w' has 0 elements",
+        ),
+        (
+            {
+                "locations": torch.empty(0, dtype=torch.int32),
+                "values": torch.empty(0, dtype=torch.int16),
+            },
+            "'w' has 0 elements",
+        ),
+        (
+            {
+                "locations": torch.tensor([8], dtype=torch.int32),
+                "values": torch.zeros(1, dtype=torch.int16),
+            },
+            "'w' has a location outside",
+        ),
         ({"locations": range(0, 6, 2)}, "'w' must have step 1"),
         ({"locations": range(3, 7)}, "values of 'w' must be 4"),
         ({"values": torch.zeros(3, dtype=torch.int32)}, "values of 'w' must be 3"),
@@ -269,7 +356,7 @@ def test_the_encoder_refuses_too_many_deltas(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_batches_keep_order_and_close_at_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
     deltas = [dataclasses.replace(valid_delta(), name=f"w{i}") for i in range(7)]
-    batches = list(batch_deltas(iter(deltas), 24))  # 12 bytes of planes in each
+    batches = list(batch_deltas(iter(deltas), 18))  # 3 gaps and 6 bytes of values in each
     assert [[delta.name for delta in batch] for batch in batches] == [
         ["w0", "w1"],
         ["w2", "w3"],
@@ -278,40 +365,4 @@ def test_batches_keep_order_and_close_at_the_size(monkeypatch: pytest.MonkeyPatc
     ]
     monkeypatch.setattr(wire, "MAX_DELTAS", 3)
     assert [len(batch) for batch in batch_deltas(deltas, 1 << 20)] == [3, 3, 1]
-    assert list(batch_deltas([], 24)) == []
-
-
-def test_the_bytes_of_version_1_stay() -> None:
-    deltas = golden_deltas()
-    golden = bytes.fromhex(GOLDEN_PLAIN)
-    assert_same(decode_payload(golden, LIMITS), deltas)
-    assert crafted.plain(encode_payload(deltas)).hex() == golden.hex()
-
-
-def golden_deltas() -> list[TensorDelta]:
-    return [
-        TensorDelta(
-            name="layer.weight",
-            shape=(3, 70000),
-            dtype=torch.bfloat16,
-            operation=XOR,
-            begin=70000,
-            end=140000,
-            locations=torch.tensor([70001, 70003, 70300, 139999], dtype=torch.int32),
-            values=torch.tensor([1, 2, -0x8000, 0x0102], dtype=torch.int16),
-        ),
-        TensorDelta(
-            name="b",
-            shape=(),
-            dtype=torch.float32,
-            operation=OVERWRITE,
-            begin=0,
-            end=1,
-            locations=range(0, 1),
-            values=torch.tensor([-0x80000000], dtype=torch.int32),
-        ),
-    ]
-
-
-def test_a_compressed_payload_of_version_1_can_be_read() -> None:
-    assert_same(decode_payload(bytes.fromhex(GOLDEN_ZSTD), LIMITS), golden_deltas())
+    assert list(batch_deltas([], 18)) == []

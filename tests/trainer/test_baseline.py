@@ -28,7 +28,7 @@ from vllm_sparse_refit.trainer.baseline import DeltaCompressionTracker, SparsePa
 
 Weights = dict[str, torch.Tensor]
 LIMITS = DecodeLimits(max_payload_bytes=1 << 26, max_decoded_bytes=1 << 28)
-XOR, OVERWRITE = SparseOperation.XOR, SparseOperation.OVERWRITE
+ADD, OVERWRITE = SparseOperation.ADD, SparseOperation.OVERWRITE
 
 
 @pytest.fixture(params=["ram", "files"])
@@ -294,12 +294,12 @@ def test_integers_that_look_like_nan_do_not(tracker: DeltaCompressionTracker) ->
     assert delta.locations == range(7, 8)
 
 
-def test_a_new_nan_leaves_xor_sparse(tracker: DeltaCompressionTracker) -> None:
+def test_a_new_nan_leaves_other_tensors_sparse(tracker: DeltaCompressionTracker) -> None:
     new = torch.zeros(200)
     new[7] = float("nan")
     tracker.snapshot_baseline([("w", torch.zeros(200))])
     [delta] = tracker.compare("w", new)
-    assert (delta.operation, delta.locations) == (XOR, range(7, 8))
+    assert (delta.operation, delta.locations) == (ADD, range(7, 8))
 
 
 def test_overwrites_move_the_baseline(tracker: DeltaCompressionTracker) -> None:

@@ -17,21 +17,19 @@ from vllm_sparse_refit.apply.delta_checks import (
 from vllm_sparse_refit.apply.discovery import Discovery, TensorInfo, discover
 from vllm_sparse_refit.apply.elementwise import (
     is_nan_marked,
-    loaded_value,
-    sentinel_bits,
-    unchanged_mask,
 )
 from vllm_sparse_refit.apply.engine_settings import check_engine, load_context, ties_output
 from vllm_sparse_refit.apply.live_model import LiveModel
-from vllm_sparse_refit.apply.load_mode import LoaderCopy, LoaderWeight, LoadKind
+from vllm_sparse_refit.apply.load_mode import LoadKind
 from vllm_sparse_refit.apply.loading import LoadedModel
 from vllm_sparse_refit.apply.placement import place
 from vllm_sparse_refit.apply.processing import PackedLayer
 from vllm_sparse_refit.apply.shadow import PackedLayers
+from vllm_sparse_refit.apply.sparse_writes import LoaderWriter, loader_weight, placed_write
 from vllm_sparse_refit.apply.storage import storage_key
-from vllm_sparse_refit.apply.writer import WeightWriter, storage_bits
+from vllm_sparse_refit.apply.writer import WeightWriter, Write, storage_bits
 from vllm_sparse_refit.codec.delta import SparseOperation, TensorDelta
-from vllm_sparse_refit.codec.dtypes import bits_dtype, bits_view, dtype_name
+from vllm_sparse_refit.codec.dtypes import bits_dtype, dtype_name
 from vllm_sparse_refit.codec.payload import DecodeLimits, decode_payload
 from vllm_sparse_refit.errors import (
     RefitError,
@@ -204,10 +202,10 @@ class VllmSparseDeltaApplier:
         if weight.kind is LoadKind.SKIP:
             # A tied tensor is not written, but must get the values of the one it is tied to.
             return bool(self.discovery.tied.get(delta.name))
-        if weight.kind is not LoadKind.VIEW and delta.operation is SparseOperation.XOR:
+        if weight.kind is not LoadKind.VIEW and delta.operation is not SparseOperation.OVERWRITE:
             raise UnsupportedModelError(
-                f"{delta.name}: the model's loader transforms it, so xor bits mean nothing here; "
-                "send it as overwrite"
+                f"{delta.name}: the model's loader transforms it, so changes of its bits "
+                f"({delta.operation}) mean nothing here; send it as overwrite"
             )
         return True
 
@@ -219,8 +217,11 @@ class VllmSparseDeltaApplier:
                 operation.
             UnsupportedModelError: the model has packed layers, aliased tensors would get different
                 bits, or a tensor that must be complete is not.
+            TransactionError: a parameter has moved since discovery.
         """
         self.check_model()
+        with self._layers.loader_state():
+            self._check_not_moved(self._live_model())
         for name, parts in deltas.items():
             check_spans(name, parts)
             if self.discovery.weights[name].kind in (LoadKind.DENSE, LoadKind.TRANSFORM):
@@ -282,18 +283,17 @@ class VllmSparseDeltaApplier:
 
     def _load(self, names: Sequence[str], deltas: DeltasByName, writer: WeightWriter) -> None:
         """Write plain copies where discovery saw them go, and everything else through the loader."""
-        live, sink = self._live_model(), _SparseWriter(writer)
-        self._check_not_moved(live)
-        transformed = []
+        live = self._live_model()
+        transformed, writes = [], list[Write]()
         for name in names:
             weight = self.discovery.weights[name]
-            if weight.kind is not LoadKind.VIEW:
+            if weight.kind is LoadKind.VIEW:
+                writes += (placed_write(c, delta) for c in weight.copies for delta in deltas[name])
+            else:
                 transformed.append(name)
-                continue
-            for copy in weight.copies:
-                sink.scatter(copy, deltas[name])
+        writer.write(writes)
         if transformed:
-            self._load_natively(live, transformed, deltas, sink)
+            self._load_natively(live, transformed, deltas, LoaderWriter(writer))
 
     def _check_not_moved(self, live: LiveModel) -> None:
         storages = live.watched_storages()
@@ -306,15 +306,15 @@ class VllmSparseDeltaApplier:
                 )
 
     def _load_natively(
-        self, live: LiveModel, names: Sequence[str], deltas: DeltasByName, sink: "_SparseWriter"
+        self, live: LiveModel, names: Sequence[str], deltas: DeltasByName, sink: "LoaderWriter"
     ) -> None:
         changed: list[str] = []
         with live.guarded(changed):
             if self.discovery.streaming:
-                live.load((_loader_weight(self.discovery, n, deltas[n]) for n in names), sink)
+                live.load((loader_weight(self.discovery, n, deltas[n]) for n in names), sink)
             else:
                 for name in names:
-                    live.load([_loader_weight(self.discovery, name, deltas[name])], sink)
+                    live.load([loader_weight(self.discovery, name, deltas[name])], sink)
         if changed:
             raise UnsupportedModelError(
                 f"the model's loader replaced {', '.join(changed[:3])}, which it did not do at "
@@ -447,67 +447,3 @@ class VllmSparseDeltaApplier:
         self.check_transfer(staged)
         self.apply(staged)
         return {"tensors": len(staged), "changed_elements": changed}
-
-
-# --- the sparse part of a loader's copies ---------------------------------------------------------
-
-
-class _SparseWriter:
-    """Writes, of every copy the native loader makes, only the elements that a delta changes."""
-
-    def __init__(self, writer: WeightWriter) -> None:
-        self._writer = writer
-        self.copies: dict[str, int] = {}
-
-    def scatter(self, copy: LoaderCopy, deltas: Sequence[TensorDelta]) -> None:
-        """Write deltas through a plain copy, at a cost that grows with what they change."""
-        assert copy.boxes is not None
-        for delta in deltas:
-            selected, positions = place(copy.boxes, delta.locations)
-            bits = delta.values[selected]
-            if delta.operation is SparseOperation.XOR:
-                self._writer.xor(copy.target, positions, bits)
-            else:
-                self._writer.overwrite(copy.target, positions, bits)
-
-    def copy(self, weight: LoaderWeight, copy: LoaderCopy) -> None:
-        """Write what the loader made of a source that holds the changed elements."""
-        self.copies[weight.name] = self.copies.get(weight.name, 0) + 1
-        value = loaded_value(copy)
-        if weight.sentinel is None:
-            written = torch.ones(value.shape, dtype=torch.bool)
-        else:
-            written = ~unchanged_mask(value, weight.source.dtype, weight.sentinel)
-        coordinates = torch.nonzero(written)
-        positions = torch.full((coordinates.shape[0],), copy.target_box.offset, dtype=torch.int64)
-        for axis, stride in enumerate(copy.target_box.strides):
-            positions.add_(coordinates[:, axis], alpha=stride)
-        if weight.kind is LoadKind.DENSE and self.copies[weight.name] > 1:
-            # Copies of one tensor may overlap, and the last one counts.
-            self._writer.supersede(copy.target, positions)
-        self._writer.overwrite(copy.target, positions, bits_view(value)[written])
-
-
-def _loader_weight(discovery: Discovery, name: str, parts: Sequence[TensorDelta]) -> LoaderWeight:
-    """A source that holds the changed elements, and the mark of an unchanged one elsewhere."""
-    weight = discovery.weights[name]
-    source = torch.empty(weight.shape, dtype=weight.dtype)
-    sentinel = None
-    bits = bits_view(source).reshape(-1)
-    if not is_complete(parts):
-        sentinel = sentinel_bits(weight.dtype, torch.cat([part.values for part in parts]))
-        if sentinel is None:
-            raise UnsupportedModelError(
-                f"{name}: a sparse update uses all bit patterns of {dtype_name(weight.dtype)}, so "
-                "none is left to mark unchanged elements; send all elements of the tensor"
-            )
-        bits.fill_(sentinel)
-    for part in parts:
-        bits[_index(part.locations)] = part.values
-    return LoaderWeight(name, source, weight.kind, sentinel)
-
-
-def _index(locations: torch.Tensor | range) -> Any:
-    if isinstance(locations, range):
-        return slice(locations.start, locations.stop)
-    return locations.to(torch.int64)

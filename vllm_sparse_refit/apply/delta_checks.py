@@ -20,7 +20,7 @@ def check_spans(name: str, parts: Sequence[TensorDelta]) -> None:
                 "twice in one transfer; each producer must send its own part of a tensor"
             )
     if len({part.operation for part in parts}) > 1:
-        raise PayloadError(f"{name}: one transfer mixes xor and overwrite for this tensor")
+        raise PayloadError(f"{name}: one transfer mixes operations for this tensor")
 
 
 def is_complete(parts: Sequence[TensorDelta]) -> bool:

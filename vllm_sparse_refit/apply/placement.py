@@ -3,9 +3,11 @@
 Everything here is pure: tensors are only ever index vectors.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Self
 
+import numpy as np
 import torch
 
 
@@ -68,6 +70,7 @@ class BoxCopy:
     source: Box
     target: Box
 
+    @functools.cached_property
     def axes(self) -> list[tuple[int, int, int]]:
         """``(size, source stride, target stride)``, largest source stride first, neighbours merged.
 
@@ -88,6 +91,34 @@ class BoxCopy:
         return merged
 
 
+@dataclass(frozen=True, eq=False)
+class PlacedRun:
+    """Canonical positions that fall into one run of consecutive elements.
+
+    ``selected`` is which of them do; their positions in the target storage are
+    ``locations * stride + shift``.
+    """
+
+    selected: slice
+    locations: torch.Tensor | range
+    stride: int
+    shift: int
+
+
+def place_run(copy: BoxCopy, locations: torch.Tensor | range) -> PlacedRun | None:
+    """As :func:`place`, without an array of positions; None if the copy is more than one run.
+
+    One run is the usual case: a whole tensor, a block of its rows, an expert's slice.
+    """
+    axes = copy.axes
+    if len(axes) != 1 or axes[0][1] != 1:
+        return None
+    selected = slice(*_narrow(locations, copy.source.offset, copy.source.end))
+    stride = axes[0][2]
+    shift = copy.target.offset - stride * copy.source.offset
+    return PlacedRun(selected, locations[selected], stride, shift)
+
+
 def place(
     copy: BoxCopy, locations: torch.Tensor | range
 ) -> tuple[torch.Tensor | slice, torch.Tensor]:
@@ -103,13 +134,7 @@ def place(
     """
     first, last = _narrow(locations, copy.source.offset, copy.source.end)
     rest = _as_int64(locations, first, last)
-    axes = copy.axes()
-    if len(axes) == 1 and axes[0][1] == 1:
-        # One run of consecutive elements, the usual case: all that was narrowed to is inside.
-        stride = axes[0][2]
-        if stride != 1:
-            rest *= stride
-        return slice(first, last), rest.add_(copy.target.offset - stride * copy.source.offset)
+    axes = copy.axes
     rest -= copy.source.offset
     positions = torch.full_like(rest, copy.target.offset)
     inside = torch.ones(rest.numel(), dtype=torch.bool)
@@ -136,7 +161,8 @@ def _narrow(locations: torch.Tensor | range, begin: int, end: int) -> tuple[int,
 
 
 def _count_below(locations: torch.Tensor, bound: int) -> int:
-    return int(torch.searchsorted(locations, torch.tensor(bound, dtype=locations.dtype)))
+    array = locations.numpy()
+    return int(np.searchsorted(array, array.dtype.type(bound)))
 
 
 def _as_int64(locations: torch.Tensor | range, first: int, last: int) -> torch.Tensor:

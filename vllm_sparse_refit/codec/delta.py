@@ -3,21 +3,15 @@
 import enum
 import math
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from vllm_sparse_refit.codec import kernels
 from vllm_sparse_refit.codec.dtypes import bits_dtype
 from vllm_sparse_refit.errors import TensorMismatchError
 
-# Two blocks of this size and their mask stay in a core's L2 cache.
-_BLOCK_BYTES: Final = 1 << 18
-# Flags of a mask, one byte each, that are looked at together.
-_FLAGS: Final = 8
-
-_Array = npt.NDArray[Any]
 _INT32_ELEMENTS: Final = 1 << 31
 
 
@@ -26,6 +20,14 @@ class SparseOperation(enum.StrEnum):
 
     XOR = "xor"
     OVERWRITE = "overwrite"
+    ADD = "add"
+
+
+KERNEL_OPERATIONS: Final = {
+    SparseOperation.XOR: kernels.XOR,
+    SparseOperation.OVERWRITE: kernels.OVERWRITE,
+    SparseOperation.ADD: kernels.ADD,
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +44,7 @@ class TensorDelta:
         locations: Strictly ascending flat positions in [begin, end), at least one: a 1-D CPU tensor
             of :func:`location_dtype`, or a ``range`` of step 1.
         values: 1-D CPU tensor of ``bits_dtype(dtype)``, as long as ``locations``: the bits to xor
-            in, or the new bits.
+            in, the new bits, or the integer to add to the bits (wrapping around).
     """
 
     name: str
@@ -60,52 +62,6 @@ def location_dtype(numel: int) -> torch.dtype:
     return torch.int32 if numel <= _INT32_ELEMENTS else torch.int64
 
 
-def compare_bits(
-    old_bits: torch.Tensor, new_bits: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find the elements whose bits differ.
-
-    Args:
-        old_bits: 1-D CPU integer tensor, ``[n]``.
-        new_bits: The same dtype and length. Neither is copied when contiguous.
-
-    Returns:
-        Ascending positions, int64 ``[k]``, and old xor new at them, ``[k]`` of the inputs' dtype.
-
-    Raises:
-        TensorMismatchError: the inputs differ in shape or dtype, or are not 1-D.
-    """
-    if old_bits.ndim != 1 or old_bits.shape != new_bits.shape or old_bits.dtype != new_bits.dtype:
-        raise TensorMismatchError(
-            "compare_bits takes two 1-D tensors of one length and dtype, not "
-            f"{tuple(old_bits.shape)} {old_bits.dtype} and {tuple(new_bits.shape)} {new_bits.dtype}"
-        )
-    old, new = old_bits.contiguous().numpy(), new_bits.contiguous().numpy()
-    positions, changed = [np.empty(0, np.int64)], [np.empty(0, old.dtype)]
-    step = _BLOCK_BYTES // old.itemsize
-    for begin in range(0, old.size, step):
-        block = slice(begin, begin + step)
-        found = _changed_positions(old[block], new[block])
-        changed.append(old[block].take(found) ^ new[block].take(found))
-        found += begin
-        positions.append(found)
-    return torch.from_numpy(np.concatenate(positions)), torch.from_numpy(np.concatenate(changed))
-
-
-def _changed_positions(old: _Array, new: _Array) -> _Array:
-    mask = np.zeros(-(-old.size // _FLAGS) * _FLAGS, np.bool_)
-    np.not_equal(old, new, out=mask[: old.size])
-    # Most groups of flags are all clear, and whole groups are much faster to look through.
-    groups = mask.view(np.int64)
-    hits = np.flatnonzero(groups != 0)  # much faster on booleans than on integers
-    flags = np.flatnonzero(groups.take(hits).view(np.bool_))
-    # Shifts and masks, since divisions are slow; _FLAGS is a power of two.
-    positions = hits.take(flags >> (_FLAGS.bit_length() - 1))
-    positions *= _FLAGS
-    positions += flags & (_FLAGS - 1)
-    return positions
-
-
 def make_delta(  # noqa: PLR0917 - what a delta is, in the order of its fields
     name: str,
     shape: tuple[int, ...],
@@ -118,6 +74,9 @@ def make_delta(  # noqa: PLR0917 - what a delta is, in the order of its fields
     every_element: bool = False,
 ) -> TensorDelta | None:
     """The delta that leads from ``old_bits`` to ``new_bits``, or None if there is nothing to send.
+
+    Where nearly all elements changed, the few others between the first and the last are sent with
+    them, since their locations would cost more than their values.
 
     Args:
         name: The tensor's checkpoint name.
@@ -139,28 +98,102 @@ def make_delta(  # noqa: PLR0917 - what a delta is, in the order of its fields
             f"the bits of {name!r} ({dtype}) must be {bits_dtype(dtype)}, not {old_bits.dtype}"
         )
     if every_element and operation is not SparseOperation.OVERWRITE:
-        raise TensorMismatchError(f"every element of {name!r} can be overwritten but not xored")
+        raise TensorMismatchError(f"every element of {name!r} can only be overwritten")
     end = begin + new_bits.numel()
     if every_element:
         if begin == end:
             return None
-        return TensorDelta(
-            name, shape, dtype, operation, begin, end, range(begin, end), new_bits.clone()
-        )
-    positions, xor = compare_bits(old_bits, new_bits)
-    if not positions.numel():
+        new_bits = new_bits.to("cpu", copy=True)
+        return TensorDelta(name, shape, dtype, operation, begin, end, range(begin, end), new_bits)
+    wide = location_dtype(math.prod(shape)) is torch.int64
+    locations, values = find_changes(old_bits, new_bits, operation, begin=begin, wide=wide)
+    if not locations.numel():
         return None
-    values = xor if operation is SparseOperation.XOR else new_bits[positions]
-    locations = _locations(positions, begin, shape)
+    first, last = int(locations[0]), int(locations[-1])
+    span = range(first, last + 1)
+    if len(span) == locations.numel():
+        return TensorDelta(name, shape, dtype, operation, begin, end, span, values)
+    if operation is not SparseOperation.OVERWRITE and _is_dense(
+        locations.numel(), len(span), dtype
+    ):
+        inside = slice(first - begin, last + 1 - begin)
+        every = _difference(old_bits[inside], new_bits[inside], operation).cpu()
+        return TensorDelta(name, shape, dtype, operation, begin, end, span, every)
     return TensorDelta(name, shape, dtype, operation, begin, end, locations, values)
 
 
-def _locations(positions: torch.Tensor, begin: int, shape: tuple[int, ...]) -> torch.Tensor | range:
-    first, last = int(positions[0]), int(positions[-1])
-    if last - first + 1 == positions.numel():
-        return range(begin + first, begin + last + 1)
-    numel = math.prod(shape)
-    return (positions + begin).to(location_dtype(numel))
+def _is_dense(changed: int, span: int, dtype: torch.dtype) -> bool:
+    # A gap takes at least about a bit, with some to spare for the coder. An unchanged element that
+    # is sent along takes at most its width.
+    bits = 8 * dtype.itemsize
+    return changed * (bits + 2) > span * bits
+
+
+def find_changes(
+    old_bits: torch.Tensor,
+    new_bits: torch.Tensor,
+    operation: SparseOperation,
+    *,
+    begin: int = 0,
+    wide: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Find the elements whose bits differ, on the device where they are.
+
+    Only what changed crosses to the host; temporaries on a device are a mask of a byte an element.
+
+    Args:
+        old_bits: 1-D contiguous integer tensor, ``[n]``.
+        new_bits: The same dtype, length and device.
+        operation: Which values to return.
+        begin: Added to every location.
+        wide: Return int64 locations; they must be below 2**31 otherwise.
+
+    Returns:
+        Ascending locations ``[k]`` and values ``[k]`` of the inputs' dtype, both on the CPU.
+
+    Raises:
+        TensorMismatchError: the inputs differ in shape, dtype or device, or are not 1-D.
+    """
+    if (
+        old_bits.ndim != 1
+        or old_bits.shape != new_bits.shape
+        or old_bits.dtype != new_bits.dtype
+        or old_bits.device != new_bits.device
+    ):
+        raise TensorMismatchError(
+            "two 1-D tensors of one length, dtype and device are compared, not "
+            f"{tuple(old_bits.shape)} {old_bits.dtype} on {old_bits.device} and "
+            f"{tuple(new_bits.shape)} {new_bits.dtype} on {new_bits.device}"
+        )
+    if old_bits.device.type != "cpu":
+        return _find_changes_on_device(old_bits, new_bits, operation, begin, wide)
+    old, new = old_bits.contiguous().numpy(), new_bits.contiguous().numpy()
+    locations, values = kernels.find_changes(
+        old, new, KERNEL_OPERATIONS[operation], begin, np.int64 if wide else np.int32
+    )
+    return torch.from_numpy(locations), torch.from_numpy(values)
+
+
+def _find_changes_on_device(
+    old: torch.Tensor, new: torch.Tensor, operation: SparseOperation, begin: int, wide: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    positions = (old != new).nonzero().squeeze(1)
+    values = _difference(old[positions], new[positions], operation)
+    locations = (positions + begin).to(torch.int64 if wide else torch.int32)
+    return locations.cpu(), values.cpu()
+
+
+def _difference(old: torch.Tensor, new: torch.Tensor, operation: SparseOperation) -> torch.Tensor:
+    if operation is SparseOperation.XOR:
+        return old ^ new
+    return new - old if operation is SparseOperation.ADD else new
+
+
+def changed_elements(delta: TensorDelta) -> int:
+    """How many elements a delta changes, or may change if it overwrites."""
+    if delta.operation is SparseOperation.OVERWRITE or not isinstance(delta.locations, range):
+        return len(delta.locations)
+    return int(torch.count_nonzero(delta.values))
 
 
 def apply_delta(delta: TensorDelta, bits: torch.Tensor) -> None:
@@ -168,15 +201,30 @@ def apply_delta(delta: TensorDelta, bits: torch.Tensor) -> None:
 
     Args:
         delta: What to write. Its locations must lie in the tensor, as a decoded payload's do.
-        bits: 1-D CPU, ``bits_dtype(delta.dtype)``, as long as the tensor has elements.
+        bits: 1-D, contiguous, ``bits_dtype(delta.dtype)``, as long as the tensor has elements; on any
+            device.
     """
-    target, values = bits.numpy(), delta.values.numpy()
-    where: slice | _Array
     if isinstance(delta.locations, range):
-        where = slice(delta.locations.start, delta.locations.stop)
+        part = bits[delta.locations.start : delta.locations.stop]
+        _write(part, delta.values.to(bits.device), delta.operation)
+    elif bits.device.type == "cpu":
+        kernels.scatter(
+            bits.numpy(),
+            delta.locations.numpy(),
+            delta.values.numpy(),
+            KERNEL_OPERATIONS[delta.operation],
+        )
     else:
-        # Converted once, where each use of other integers as indices would convert them again.
-        where = delta.locations.numpy().astype(np.intp, copy=False)
-    target[where] = (
-        values if delta.operation is SparseOperation.OVERWRITE else target[where] ^ values
-    )
+        where = delta.locations.to(bits.device, torch.int64)
+        part = bits[where]
+        _write(part, delta.values.to(bits.device), delta.operation)
+        bits[where] = part
+
+
+def _write(part: torch.Tensor, values: torch.Tensor, operation: SparseOperation) -> None:
+    if operation is SparseOperation.XOR:
+        part ^= values
+    elif operation is SparseOperation.ADD:
+        part += values
+    else:
+        part.copy_(values)

@@ -1,9 +1,10 @@
 """Deltas to payload bytes and back (``docs/wire-format.md``). Pure functions, any thread.
 
-The body is ``table | location planes | value planes``. Split into planes, the nearly constant
-high bytes of gaps and values lie together, which is what makes them compress.
+All deltas of a payload share its sections, one for each kind of number, and each section is a zstd
+frame of its own: numbers of one kind have one distribution, which is all that there is to gain from.
 """
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -13,16 +14,33 @@ import numpy.typing as npt
 import torch
 import zstandard
 
-from vllm_sparse_refit.codec import wire
-from vllm_sparse_refit.codec.delta import TensorDelta
+from vllm_sparse_refit.codec import kernels, wire
+from vllm_sparse_refit.codec.delta import SparseOperation, TensorDelta
 from vllm_sparse_refit.codec.dtypes import bits_dtype
-from vllm_sparse_refit.codec.wire import Buffer, Prelude, Row
+from vllm_sparse_refit.codec.wire import Buffer, Prelude, Row, Section
 from vllm_sparse_refit.errors import PayloadError
 
 _Array = npt.NDArray[Any]
 _UNSIGNED: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 # zstd's largest window without --long, so every level up to 22 can be read.
 _MAX_WINDOW_BYTES: Final = 1 << 27
+# What is packed here has no repetitions worth a reference, and every one that zstd finds by accident
+# costs more than it saves: its entropy coder alone is wanted. A tiny hash table and long matches come
+# closest. The target length must stay 0, or the strategy leaves literals as they are.
+_ENTROPY_CODING: Final = zstandard.ZstdCompressionParameters(
+    strategy=zstandard.STRATEGY_FAST,
+    window_log=17,
+    hash_log=6,
+    chain_log=6,
+    search_log=1,
+    min_match=7,
+    target_length=0,
+)
+# Nibbles are used when at most one value in so many does not fit.
+_NIBBLES_PER_ESCAPE: Final = 4
+_NO_BYTES: Final = np.empty(0, np.uint8)
+
+_of_thread = threading.local()
 
 
 @dataclass(frozen=True)
@@ -39,66 +57,127 @@ class DecodeLimits:
     max_decoded_bytes: int
 
 
-def encode_payload(deltas: Sequence[TensorDelta], *, compression_level: int = 1) -> bytes:
+def encode_payload(deltas: Sequence[TensorDelta]) -> bytes:
     """Encode deltas into one self-contained payload.
 
     Args:
         deltas: At most ``wire.MAX_DELTAS``; of one tensor, several with disjoint spans.
-        compression_level: zstd level.
 
     Raises:
         PayloadError: a delta breaks the format's rules, for instance by a location out of its span.
     """
     if len(deltas) > wire.MAX_DELTAS:
         raise PayloadError(f"{len(deltas)} deltas in one payload; {wire.MAX_DELTAS} are the limit")
-    gaps = [_narrow_gaps(delta) for delta in deltas]
-    rows = [
-        Row.of(delta, wire.CONTIGUOUS if gap is None else gap.itemsize)
-        for delta, gap in zip(deltas, gaps, strict=True)
-    ]
+    coder = _Coder(sum(len(delta.locations) for delta in deltas))
+    rows = [coder.add(delta) for delta in deltas]
     wire.check_agreement(rows)
-    table = b"".join(row.pack() for row in rows)
-    location_bytes = sum(row.location_bytes for row in rows)
-    value_bytes = sum(row.value_bytes for row in rows)
-    body = np.empty(len(table) + location_bytes + value_bytes, np.uint8)
-    body[: len(table)] = np.frombuffer(table, np.uint8)
-    at = len(table)
-    for gap in gaps:
-        if gap is not None:
-            at = _write_planes(body, at, gap)
-    for delta in deltas:
-        at = _write_planes(body, at, _checked_values(delta))
-    encoding, stored = _compress(body, compression_level)
+    plain = coder.sections(b"".join(row.pack() for row in rows))
+    sections, stored = [], []
+    for kind, content in plain.items():
+        encoding, data = _compress(content)
+        sections.append(
+            Section(kind=kind, encoding=encoding, plain_bytes=len(content), stored_bytes=len(data))
+        )
+        stored.append(data)
     prelude = Prelude(
-        encoding=encoding,
         deltas=len(rows),
-        table_bytes=len(table),
-        location_bytes=location_bytes,
-        value_bytes=value_bytes,
-        decoded_bytes=len(table) + sum(row.tensor_bytes for row in rows),
-        stored_bytes=len(stored),
+        decoded_bytes=(len(plain[wire.TABLE]) if rows else 0)
+        + sum(row.tensor_bytes for row in rows),
+        sections=tuple(sections),
     )
-    return b"".join((prelude.pack(stored), stored))
+    return prelude.pack(stored)
 
 
-def _narrow_gaps(delta: TensorDelta) -> _Array | None:
-    """Differences of neighbouring locations in the narrowest unsigned dtype; None for a range."""
-    locations = delta.locations
-    if isinstance(locations, range):
-        if locations.step != 1:
-            raise PayloadError(f"the range of {delta.name!r} must have step 1")
-        return None
-    array = locations.numpy()
-    if array.size < 2:
-        return None
-    gaps = np.diff(array)
-    if gaps.min() < 1:
-        raise PayloadError(f"the locations of {delta.name!r} are not strictly ascending")
-    if int(array[-1]) >= delta.end:
-        raise PayloadError(f"location {int(array[-1])} of {delta.name!r} is out of its span")
-    largest = int(gaps.max())
-    width = next(width for width in wire.GAP_WIDTHS if largest < 1 << 8 * width)
-    return gaps.astype(_UNSIGNED[width])
+class _Coder:
+    """Codes deltas one after the other into what the sections hold. One payload, one thread.
+
+    Args:
+        elements: Of all deltas that will be added, or more.
+    """
+
+    def __init__(self, elements: int) -> None:
+        self._gaps = _Filled(kernels.scratch("gaps", elements, np.uint8))
+        self._wide = _Filled(kernels.scratch("wide", elements, np.uint64))
+        # A delta's last byte may be half used.
+        self._nibbles = _Filled(kernels.scratch("nibbles", elements, np.uint8))
+        self._codes: list[_Array] = []
+
+    def add(self, delta: TensorDelta) -> Row:
+        """Code a delta.
+
+        Raises:
+            PayloadError: it breaks the format's rules.
+        """
+        codes = _checked_values(delta)
+        has_gaps = self._add_locations(delta)
+        if delta.operation is SparseOperation.ADD:
+            codes = kernels.zigzag(codes, kernels.scratch("zigzag", codes.size, codes.dtype))
+        has_nibbles = delta.operation is not SparseOperation.OVERWRITE
+        if has_nibbles:
+            escapes = kernels.scratch("escapes", codes.size, codes.dtype)
+            escaped = kernels.encode_nibbles(
+                codes, self._nibbles.room((codes.size + 1) // 2), escapes
+            )
+            # Otherwise most codes are large, and compress better beside each other.
+            has_nibbles = escaped * _NIBBLES_PER_ESCAPE <= codes.size
+            if has_nibbles:
+                self._nibbles.take((codes.size + 1) // 2)
+                codes = escapes[:escaped]
+        self._codes.append(codes.copy())
+        return Row.of(delta, has_gaps=has_gaps, has_nibbles=has_nibbles)
+
+    def _add_locations(self, delta: TensorDelta) -> bool:
+        """Code gaps, unless the locations are consecutive."""
+        if isinstance(delta.locations, range):
+            if delta.locations.step != 1:
+                raise PayloadError(f"the range of {delta.name!r} must have step 1")
+            return False
+        array = delta.locations.numpy()
+        if array.size < 2:
+            return False
+        if int(array[-1]) >= delta.end:
+            raise PayloadError(f"location {int(array[-1])} of {delta.name!r} is out of its span")
+        count = array.size - 1
+        try:
+            self._wide.take(
+                kernels.encode_gaps(array, self._gaps.room(count), self._wide.room(count))
+            )
+        except ValueError as error:
+            raise PayloadError(f"the delta of {delta.name!r}: {error}") from None
+        self._gaps.take(count)
+        return True
+
+    def sections(self, table: bytes) -> dict[int, Buffer]:
+        """What goes into each section, less the empty ones, ascending by kind."""
+        sections: dict[int, Buffer] = {
+            wire.TABLE: table,
+            wire.GAPS: self._gaps.content.data,
+            wire.NIBBLES: self._nibbles.content.data,
+        }
+        sections |= _planes(wire.WIDE_GAP_PLANES, [self._wide.content])
+        sections |= _planes(wire.CODE_PLANES, self._codes)
+        return {kind: content for kind, content in sections.items() if len(content)}
+
+
+class _Filled:
+    """An array that is filled from the front."""
+
+    def __init__(self, array: _Array) -> None:
+        self._array = array
+        self._used = 0
+
+    def room(self, size: int) -> _Array:
+        """The next ``size`` entries."""
+        return self._array[self._used : self._used + size]
+
+    def take(self, size: int) -> None:
+        """Keep what was written to the next ``size`` entries."""
+        self._used += size
+
+    @property
+    def content(self) -> _Array:
+        """All that was kept."""
+        return self._array[: self._used]
 
 
 def _checked_values(delta: TensorDelta) -> _Array:
@@ -109,36 +188,40 @@ def _checked_values(delta: TensorDelta) -> _Array:
             f"the values of {delta.name!r} must be {count} {dtype}, "
             f"not {tuple(values.shape)} {values.dtype}"
         )
-    return values.contiguous().numpy()
+    return values.contiguous().numpy().view(_UNSIGNED[dtype.itemsize])
 
 
-def _write_planes(body: _Array, at: int, array: _Array) -> int:
-    """Byte 0 (the lowest) of every element, then byte 1 of every element, ..."""
-    little = array.astype(array.dtype.newbyteorder("<"), copy=False)
-    size, width = little.size, little.itemsize
-    split = little.view(np.uint8).reshape(size, width)
-    for plane in range(width):
-        body[at : at + size] = split[:, plane]
-        at += size
-    return at
+def _planes(kinds: range, arrays: Sequence[_Array]) -> dict[int, Buffer]:
+    """Byte 0 of every number, then byte 1 of every number that has one, ...
+
+    A plane of zeros is left out, except the first one, which tells how many numbers there are.
+    """
+    planes: dict[int, Buffer] = {}
+    for plane, kind in enumerate(kinds):
+        parts = [array for array in arrays if array.itemsize > plane]
+        content = np.empty(sum(part.size for part in parts), np.uint8)
+        at = 0
+        for part in parts:
+            kernels.write_plane(part, plane, content[at : at + part.size])
+            at += part.size
+        if plane == 0 or content.any():
+            planes[kind] = content.data
+    return planes
 
 
-def _read_planes(planes: _Array, size: int, out: _Array) -> None:
-    """The reverse; ``out`` may be wider than there are planes."""
-    width = planes.size // size if size else 0
-    little = out.view(np.uint8).reshape(size, out.itemsize)
-    little[:, width:] = 0
-    for plane in range(width):
-        little[:, plane] = planes[plane * size : (plane + 1) * size]
-    if out.dtype.newbyteorder("<") != out.dtype:
-        out.byteswap(inplace=True)
+def _compress(content: Buffer) -> tuple[int, Buffer]:
+    compressed = _compressor().compress(content)
+    if len(compressed) < len(content):
+        return wire.ZSTD, compressed
+    return wire.RAW, content
 
 
-def _compress(body: _Array, level: int) -> tuple[int, Buffer]:
-    compressed = zstandard.ZstdCompressor(level=level).compress(body.data)
-    if len(compressed) < body.nbytes:
-        return wire.BODY_ZSTD, compressed
-    return wire.BODY_RAW, body.tobytes()
+def _compressor() -> zstandard.ZstdCompressor:
+    """This thread's own: its tables are costly to make, and two threads must not share one."""
+    if not hasattr(_of_thread, "compressor"):
+        _of_thread.compressor = zstandard.ZstdCompressor(compression_params=_ENTROPY_CODING)
+    compressor: zstandard.ZstdCompressor = _of_thread.compressor
+    return compressor
 
 
 def payload_decoded_bytes(body: Buffer) -> int:
@@ -163,17 +246,14 @@ def decode_payload(body: Buffer, limits: DecodeLimits) -> list[TensorDelta]:
         PayloadError: anything else is wrong.
     """
     prelude = _checked_prelude(body, limits)
-    plain = np.frombuffer(_decompress(prelude, memoryview(body)), np.uint8)
-    rows = wire.read_table(plain[: prelude.table_bytes].data, prelude.deltas)
-    _check_sums(prelude, rows)
-    locations_at = prelude.table_bytes
-    values_at = locations_at + prelude.location_bytes
+    plain = _Sections(prelude, memoryview(body))
+    rows = wire.read_table(plain.read(wire.TABLE).data, prelude.deltas)
+    _check_sizes(prelude, plain, rows)
+    gaps, nibbles = _Cursor(plain, wire.GAPS), _Cursor(plain, wire.NIBBLES)
+    wide, codes = _Planes(plain, wire.WIDE_GAP_PLANES), _Planes(plain, wire.CODE_PLANES)
     deltas = []
     for row in rows:
-        locations = _read_locations(row, plain[locations_at : locations_at + row.location_bytes])
-        values = _read_values(row, plain[values_at : values_at + row.value_bytes])
-        locations_at += row.location_bytes
-        values_at += row.value_bytes
+        locations = _read_locations(row, gaps, wide)
         deltas.append(
             TensorDelta(
                 name=row.name,
@@ -183,9 +263,11 @@ def decode_payload(body: Buffer, limits: DecodeLimits) -> list[TensorDelta]:
                 begin=row.begin,
                 end=row.end,
                 locations=locations,
-                values=values,
+                values=_read_values(row, nibbles, codes),
             )
         )
+    for planes in (wide, codes):
+        planes.check_used_up()
     return deltas
 
 
@@ -196,93 +278,156 @@ def _checked_prelude(payload: Buffer, limits: DecodeLimits) -> Prelude:
             "raise max_payload_bytes or lower payload_bytes on the trainer"
         )
     prelude = Prelude.read(payload)
-    if prelude.stored_bytes != len(payload) - wire.PRELUDE_BYTES:
-        raise PayloadError(
-            f"the payload says {prelude.stored_bytes} bytes follow its prelude, but "
-            f"{len(payload) - wire.PRELUDE_BYTES} do; it was cut short or run together"
-        )
     wire.verify_checksum(payload)
-    if prelude.decoded_bytes > limits.max_decoded_bytes:
+    if (largest := max(prelude.decoded_bytes, prelude.plain_bytes)) > limits.max_decoded_bytes:
         raise PayloadError(
-            f"the payload decodes to {prelude.decoded_bytes} bytes and the limit is "
+            f"the payload decodes to {largest} bytes and the limit is "
             f"{limits.max_decoded_bytes}; raise max_decoded_bytes or lower chunk_elements and "
             "payload_bytes on the trainer"
-        )
-    if prelude.body_bytes > prelude.decoded_bytes:
-        raise PayloadError(
-            f"the payload says its body of {prelude.body_bytes} bytes decodes to no more than "
-            f"{prelude.decoded_bytes}"
         )
     if prelude.deltas > wire.MAX_DELTAS:
         raise PayloadError(f"{prelude.deltas} deltas in a payload; {wire.MAX_DELTAS} are the limit")
     return prelude
 
 
-def _decompress(prelude: Prelude, payload: memoryview) -> Buffer:
-    stored = payload[wire.PRELUDE_BYTES :]
-    if prelude.encoding == wire.BODY_RAW:
-        if len(stored) != prelude.body_bytes:
-            raise PayloadError(
-                f"the body has {len(stored)} bytes and should have {prelude.body_bytes}"
-            )
-        return stored
+class _Sections:
+    """A payload's sections, decompressed as they are asked for."""
+
+    def __init__(self, prelude: Prelude, payload: memoryview) -> None:
+        self._stored: dict[int, tuple[Section, memoryview]] = {}
+        at = prelude.body_at
+        for section in prelude.sections:
+            self._stored[section.kind] = section, payload[at : at + section.stored_bytes]
+            at += section.stored_bytes
+
+    def size(self, kind: int) -> int:
+        """Bytes of a section once decompressed, 0 if it was left out."""
+        return self._stored[kind][0].plain_bytes if kind in self._stored else 0
+
+    def read(self, kind: int) -> _Array:
+        """A section's bytes, read-only; none if it was left out."""
+        if kind not in self._stored:
+            return _NO_BYTES
+        section, stored = self._stored[kind]
+        if section.encoding == wire.RAW:
+            return np.frombuffer(stored, np.uint8)
+        return np.frombuffer(_decompress(section, stored), np.uint8)
+
+
+def _decompress(section: Section, stored: memoryview) -> bytes:
+    declared = section.plain_bytes
     try:
         # zstandard allocates what the frame declares, so that must be read first. With the output
         # complete beforehand zstd writes no byte past it.
         frame = zstandard.get_frame_parameters(stored)
-        if frame.content_size != prelude.body_bytes or frame.window_size > _MAX_WINDOW_BYTES:
+        if frame.content_size != declared or frame.window_size > _MAX_WINDOW_BYTES:
             raise PayloadError(
-                f"the zstd frame declares {frame.content_size} bytes (window {frame.window_size}) "
-                f"and should have {prelude.body_bytes}"
+                f"the zstd frame of section {section.kind} declares {frame.content_size} bytes "
+                f"(window {frame.window_size}) and should have {declared}"
             )
         decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
         plain = decompressor.decompress(stored, allow_extra_data=False)
     except zstandard.ZstdError as error:
-        raise PayloadError(f"the body cannot be decompressed: {error}") from None
-    if len(plain) != prelude.body_bytes:
-        raise PayloadError(f"the body has {len(plain)} bytes, not {prelude.body_bytes}")
+        raise PayloadError(f"section {section.kind} cannot be decompressed: {error}") from None
+    if len(plain) != declared:
+        raise PayloadError(f"section {section.kind} has {len(plain)} bytes, not {declared}")
     return plain
 
 
-def _check_sums(prelude: Prelude, rows: Sequence[Row]) -> None:
-    declared = (prelude.location_bytes, prelude.value_bytes, prelude.decoded_bytes)
+def _check_sizes(prelude: Prelude, plain: _Sections, rows: Sequence[Row]) -> None:
+    """What the rows imply must be what is there, before tensors of their sizes are allocated."""
+    declared = (prelude.decoded_bytes, plain.size(wire.GAPS), plain.size(wire.NIBBLES))
     needed = (
-        sum(row.location_bytes for row in rows),
-        sum(row.value_bytes for row in rows),
-        prelude.table_bytes + sum(row.tensor_bytes for row in rows),
+        plain.size(wire.TABLE) + sum(row.tensor_bytes for row in rows),
+        sum(row.gap_bytes for row in rows),
+        sum(row.nibble_bytes for row in rows),
     )
     if declared != needed:
         raise PayloadError(
-            f"the prelude declares {declared} bytes of locations, values and decoded data, but the "
-            f"counts of its deltas need {needed}"
+            f"the payload declares {declared} bytes of decoded data, gaps and nibbles, but the counts "
+            f"of its deltas need {needed}"
+        )
+    fewest = sum(row.count for row in rows if not row.has_nibbles)
+    if plain.size(wire.CODE_PLANES[0]) < fewest:
+        raise PayloadError(
+            f"the payload has {plain.size(wire.CODE_PLANES[0])} values beside its nibbles, but the "
+            f"counts of its deltas need {fewest}"
         )
 
 
-def _read_locations(row: Row, planes: _Array) -> torch.Tensor | range:
-    if row.gap_width == wire.CONTIGUOUS:
+class _Cursor:
+    """Takes one section piece by piece; its size was checked."""
+
+    def __init__(self, plain: _Sections, kind: int) -> None:
+        self._bytes = plain.read(kind)
+        self._at = 0
+
+    def take(self, size: int) -> _Array:
+        self._at += size
+        return self._bytes[self._at - size : self._at]
+
+
+class _Planes:
+    """Takes numbers from their byte planes; how many each delta needs shows only on the way."""
+
+    def __init__(self, plain: _Sections, kinds: range) -> None:
+        self._planes = [plain.read(kind) for kind in kinds]
+        self._used = [0] * len(kinds)
+
+    def take(self, count: int, dtype: npt.DTypeLike) -> _Array:
+        """The next ``count`` numbers.
+
+        Raises:
+            PayloadError: a plane ends before.
+        """
+        if self._used[0] + count > self._planes[0].size:
+            raise PayloadError("byte plane 0 ends too early")
+        numbers = np.zeros(count, dtype)
+        for plane in range(numbers.itemsize):
+            content, at = self._planes[plane], self._used[plane]
+            self._used[plane] = at + count
+            if not content.size and plane > 0:
+                continue  # left out: zeros
+            if at + count > content.size:
+                raise PayloadError(f"byte plane {plane} ends too early")
+            kernels.read_plane(content[at : at + count], plane, numbers)
+        return numbers
+
+    def check_used_up(self) -> None:
+        """Raise PayloadError if any plane has bytes left."""
+        for plane, (content, used) in enumerate(zip(self._planes, self._used, strict=True)):
+            if content.size and content.size != used:
+                raise PayloadError(
+                    f"byte plane {plane} has {content.size} bytes and the deltas use {used}"
+                )
+
+
+def _read_locations(row: Row, gaps: _Cursor, wide: _Planes) -> torch.Tensor | range:
+    if not row.has_gaps:
         return range(row.first, row.first + row.count)
-    locations = np.empty(row.count, _UNSIGNED[row.location_dtype.itemsize])
-    locations[0] = row.first
-    _read_planes(planes, row.count - 1, locations[1:])
-    np.cumsum(locations, dtype=locations.dtype, out=locations)
-    # A gap of zero repeats a location; a sum that wraps around comes out smaller. Both show here.
-    if not (locations[1:] > locations[:-1]).all():
-        raise PayloadError(
-            f"the locations of {row.name!r} are not strictly ascending: one comes twice or they "
-            "run past the largest integer"
+    content = gaps.take(row.gap_bytes)
+    escaped = int(np.count_nonzero(content == kernels.ESCAPED_GAP))
+    dtype = np.int32 if row.location_dtype is torch.int32 else np.int64
+    try:
+        locations, _ = kernels.decode_gaps(
+            content, wide.take(escaped, np.uint64), row.first, row.end, dtype
         )
-    if int(locations[-1]) >= row.end:
-        raise PayloadError(
-            f"location {int(locations[-1])} of {row.name!r} is outside its span "
-            f"[{row.begin}, {row.end})"
-        )
-    return torch.from_numpy(locations).view(row.location_dtype)
+    except ValueError as error:
+        raise PayloadError(f"the delta of {row.name!r}: {error} [{row.begin}, {row.end})") from None
+    return torch.from_numpy(locations)
 
 
-def _read_values(row: Row, planes: _Array) -> torch.Tensor:
-    values = np.empty(row.count, _UNSIGNED[row.dtype.itemsize])
-    _read_planes(planes, row.count, values)
-    return torch.from_numpy(values).view(bits_dtype(row.dtype))
+def _read_values(row: Row, nibbles: _Cursor, planes: _Planes) -> torch.Tensor:
+    dtype = _UNSIGNED[row.dtype.itemsize]
+    if row.has_nibbles:
+        content = nibbles.take(row.nibble_bytes)
+        escaped = kernels.count_escaped_nibbles(content, row.count)
+        codes = kernels.decode_nibbles(content, planes.take(escaped, dtype), row.count)
+    else:
+        codes = planes.take(row.count, dtype)
+    if row.operation is SparseOperation.ADD:
+        kernels.unzigzag(codes)
+    return torch.from_numpy(codes.view(f"i{codes.itemsize}" if codes.itemsize > 1 else "u1"))
 
 
 def batch_deltas(deltas: Iterable[TensorDelta], payload_bytes: int) -> Iterator[list[TensorDelta]]:
@@ -298,7 +443,7 @@ def batch_deltas(deltas: Iterable[TensorDelta], payload_bytes: int) -> Iterator[
     size = 0
     for delta in deltas:
         batch.append(delta)
-        size += delta.values.nbytes + _plane_bytes(delta.locations)
+        size += delta.values.nbytes + _gap_bytes(delta.locations)
         if size >= payload_bytes or len(batch) >= wire.MAX_DELTAS:
             yield batch
             batch, size = [], 0
@@ -306,6 +451,5 @@ def batch_deltas(deltas: Iterable[TensorDelta], payload_bytes: int) -> Iterator[
         yield batch
 
 
-def _plane_bytes(locations: torch.Tensor | range) -> int:
-    # Two bytes hold nearly every gap of a delta that is dense enough to matter.
-    return 0 if isinstance(locations, range) else 2 * locations.numel()
+def _gap_bytes(locations: torch.Tensor | range) -> int:
+    return 0 if isinstance(locations, range) else locations.numel()

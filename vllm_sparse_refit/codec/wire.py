@@ -1,4 +1,4 @@
-"""The fixed parts of a payload: its prelude and its table of deltas (``docs/wire-format.md``).
+"""The fixed parts of a payload: prelude, directory and table of deltas (``docs/wire-format.md``).
 
 Reading checks everything that can be known without touching locations or values, and allocates
 nothing larger than the table it reads.
@@ -7,7 +7,7 @@ nothing larger than the table it reads.
 import itertools
 import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Self
 
@@ -25,19 +25,28 @@ MAX_NAME_BYTES: Final = 1024
 MAX_DIMENSIONS: Final = 32
 MAX_ELEMENTS: Final = (1 << 63) - 1
 
-BODY_RAW: Final = 0
-BODY_ZSTD: Final = 1
+RAW: Final = 0
+ZSTD: Final = 1
 
-CONTIGUOUS: Final = 0
-GAP_WIDTHS: Final = (1, 2, 4, 8)
+# Kinds of section. A plane holds one byte of each of its numbers, the lowest byte in the first.
+TABLE: Final = 0
+GAPS: Final = 1
+NIBBLES: Final = 2
+WIDE_GAP_PLANES: Final = range(8, 16)
+CODE_PLANES: Final = range(16, 24)
+_KINDS: Final = frozenset((TABLE, GAPS, NIBBLES, *WIDE_GAP_PLANES, *CODE_PLANES))
 
 _MAGIC: Final = b"VSRP"
-_HEAD: Final = struct.Struct("<4sHBB")
-_SIZES: Final = struct.Struct("<IIQQQQ")
+_HEAD: Final = struct.Struct("<4sHH")
+_COUNTS: Final = struct.Struct("<IIQQ")
+_SECTION: Final = struct.Struct("<BBHIQQ")
 _CHECKSUM: Final = slice(8, 24)
-PRELUDE_BYTES: Final = 64
+PRELUDE_BYTES: Final = 48
+SECTION_BYTES: Final = _SECTION.size
 
 _ROW: Final = struct.Struct("<QQQQHBBBB")
+_HAS_GAPS: Final = 1
+_HAS_NIBBLES: Final = 2
 
 _DTYPE_CODES: Final = {
     torch.bool: 1,
@@ -59,63 +68,100 @@ _DTYPE_CODES: Final = {
     torch.float8_e5m2fnuz: 17,
 }
 _DTYPES: Final = {code: dtype for dtype, code in _DTYPE_CODES.items()}
-_OPERATION_CODES: Final = {SparseOperation.XOR: 1, SparseOperation.OVERWRITE: 2}
+_OPERATION_CODES: Final = {
+    SparseOperation.XOR: 1,
+    SparseOperation.OVERWRITE: 2,
+    SparseOperation.ADD: 3,
+}
 _OPERATIONS: Final = {code: operation for operation, code in _OPERATION_CODES.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prelude:
-    """The first 64 bytes of a payload, less magic, version and checksum. Sizes are in bytes.
+class Section:
+    """One entry of the directory; sizes are in bytes.
 
     Attributes:
-        encoding: ``BODY_RAW`` or ``BODY_ZSTD``.
-        deltas: Rows of the table.
-        table_bytes: Size of the table in the decoded body.
-        location_bytes: Size of the location planes.
-        value_bytes: Size of the value planes.
-        decoded_bytes: The table and the tensors of the decoded deltas together.
-        stored_bytes: What follows the prelude.
+        kind: ``TABLE``, ``GAPS``, ``NIBBLES``, or one of the two ranges of planes.
+        encoding: ``RAW`` or ``ZSTD``.
+        plain_bytes: Size once decompressed.
+        stored_bytes: Size in the payload.
     """
 
+    kind: int
     encoding: int
-    deltas: int
-    table_bytes: int
-    location_bytes: int
-    value_bytes: int
-    decoded_bytes: int
+    plain_bytes: int
     stored_bytes: int
 
-    @property
-    def body_bytes(self) -> int:
-        """Size of the body once decompressed."""
-        return self.table_bytes + self.location_bytes + self.value_bytes
+    def __post_init__(self) -> None:
+        if self.kind not in _KINDS:
+            raise PayloadError(f"the payload has a section of the unknown kind {self.kind}")
+        if self.encoding not in (RAW, ZSTD):
+            raise PayloadError(f"section {self.kind} has the unknown encoding {self.encoding}")
+        if self.encoding == RAW and self.plain_bytes != self.stored_bytes:
+            raise PayloadError(
+                f"section {self.kind} is stored as it is, but declares {self.plain_bytes} bytes and "
+                f"has {self.stored_bytes}"
+            )
+        if not self.plain_bytes:
+            raise PayloadError(f"section {self.kind} is empty; empty sections are left out")
 
-    def pack(self, stored: Buffer) -> bytes:
-        """The prelude's bytes, with the checksum over itself and the stored body."""
-        head = _HEAD.pack(_MAGIC, VERSION, self.encoding, 0)
-        sizes = _SIZES.pack(
-            self.deltas,
-            self.table_bytes,
-            self.location_bytes,
-            self.value_bytes,
-            self.decoded_bytes,
-            self.stored_bytes,
+
+@dataclass(frozen=True, kw_only=True)
+class Prelude:
+    """What a payload says of itself before its sections.
+
+    Attributes:
+        deltas: Rows of the table.
+        decoded_bytes: Size of the table and of the tensors of the decoded deltas together.
+        sections: Ascending by kind, in the order in which their bytes follow.
+    """
+
+    deltas: int
+    decoded_bytes: int
+    sections: tuple[Section, ...]
+
+    @property
+    def stored_bytes(self) -> int:
+        """Size of all sections' bytes, which end the payload."""
+        return sum(section.stored_bytes for section in self.sections)
+
+    @property
+    def plain_bytes(self) -> int:
+        """Size of all sections once decompressed."""
+        return sum(section.plain_bytes for section in self.sections)
+
+    @property
+    def body_at(self) -> int:
+        """Where the sections' bytes begin."""
+        return PRELUDE_BYTES + SECTION_BYTES * len(self.sections)
+
+    def pack(self, stored: Sequence[Buffer]) -> bytes:
+        """The whole payload, of this prelude and the bytes of its sections."""
+        head = _HEAD.pack(_MAGIC, VERSION, 0)
+        counts = _COUNTS.pack(
+            self.deltas, len(self.sections), self.decoded_bytes, self.stored_bytes
         )
-        return head + _digest(head, sizes, stored) + sizes
+        directory = [
+            _SECTION.pack(s.kind, s.encoding, 0, 0, s.plain_bytes, s.stored_bytes)
+            for s in self.sections
+        ]
+        rest = (counts, *directory, *stored)
+        return b"".join((head, _digest(head, *rest), *rest))
 
     @classmethod
     def read(cls, payload: Buffer) -> Self:
-        """Read the prelude alone; neither the checksum nor the body is looked at.
+        """Read prelude and directory; neither the checksum nor the sections are looked at.
 
         Raises:
-            PayloadError: too short, not a payload, or of a version this decoder does not know.
+            PayloadError: too short, not a payload, of a version this decoder does not know, or a
+                directory that cannot be.
         """
         if len(payload) < PRELUDE_BYTES:
             raise PayloadError(
                 f"a payload has at least {PRELUDE_BYTES} bytes, this one has {len(payload)}; "
                 "it was cut short or is something else"
             )
-        magic, version, encoding, reserved = _HEAD.unpack_from(payload)
+        magic, version, reserved = _HEAD.unpack_from(payload)
         if magic != _MAGIC:
             raise PayloadError(f"this is no payload: it begins with {magic!r}, not {_MAGIC!r}")
         if version != VERSION:
@@ -123,18 +169,38 @@ class Prelude:
                 f"the payload has format version {version} and this decoder reads {VERSION}; "
                 "install the same vllm-sparse-refit on both sides"
             )
-        if encoding not in (BODY_RAW, BODY_ZSTD) or reserved:
-            raise PayloadError(f"unknown body encoding {encoding} (reserved byte {reserved})")
-        deltas, table, location, value, decoded, stored = _SIZES.unpack_from(payload, 24)
-        return cls(
-            encoding=encoding,
-            deltas=deltas,
-            table_bytes=table,
-            location_bytes=location,
-            value_bytes=value,
-            decoded_bytes=decoded,
-            stored_bytes=stored,
+        deltas, count, decoded, stored = _COUNTS.unpack_from(payload, _CHECKSUM.stop)
+        if reserved or count > len(_KINDS):
+            raise PayloadError(f"the payload has {count} sections (reserved field {reserved})")
+        if len(payload) != PRELUDE_BYTES + SECTION_BYTES * count + stored:
+            raise PayloadError(
+                f"the payload declares {count} sections of {stored} bytes together, but has "
+                f"{len(payload)} bytes in all; it was cut short or run together"
+            )
+        prelude = cls(
+            deltas=deltas, decoded_bytes=decoded, sections=_read_directory(payload, count)
         )
+        if prelude.stored_bytes != stored:
+            raise PayloadError(
+                f"the sections have {prelude.stored_bytes} bytes together, not the declared {stored}"
+            )
+        return prelude
+
+
+def _read_directory(payload: Buffer, count: int) -> tuple[Section, ...]:
+    sections: list[Section] = []
+    for number in range(count):
+        kind, encoding, *reserved, plain, stored = _SECTION.unpack_from(
+            payload, PRELUDE_BYTES + SECTION_BYTES * number
+        )
+        if any(reserved):
+            raise PayloadError(f"section {kind} uses reserved fields")
+        if sections and kind <= sections[-1].kind:
+            raise PayloadError(f"section {kind} comes twice or too late")
+        sections.append(
+            Section(kind=kind, encoding=encoding, plain_bytes=plain, stored_bytes=stored)
+        )
+    return tuple(sections)
 
 
 def verify_checksum(payload: Buffer) -> None:
@@ -163,8 +229,13 @@ def _digest(*parts: Buffer) -> bytes:
 class Row:
     """One row of the table: a delta less its locations and values. Checks itself.
 
-    ``first`` is the first location, absolute; ``count`` the number of elements; ``gap_width`` the
-    bytes of each of the ``count - 1`` gaps that follow, or ``CONTIGUOUS`` when there are none.
+    Attributes:
+        name, shape, dtype, operation, begin, end: As in :class:`TensorDelta`.
+        first: The first location, absolute.
+        count: Number of elements.
+        has_gaps: Whether ``count - 1`` gaps follow the first location; otherwise the locations are
+            consecutive.
+        has_nibbles: Whether the values are packed as nibbles, with planes for the escaped ones only.
     """
 
     name: str
@@ -175,7 +246,8 @@ class Row:
     end: int
     first: int
     count: int
-    gap_width: int
+    has_gaps: bool
+    has_nibbles: bool
 
     def __post_init__(self) -> None:
         numel = self._checked_numel()
@@ -183,13 +255,9 @@ class Row:
             self._refuse(f"speaks for [{self.begin}, {self.end}) of {numel} elements")
         if not 1 <= self.count <= self.end - self.begin:
             self._refuse(f"has {self.count} elements in a span of {self.end - self.begin}")
-        last = self.first + (self.count - 1 if self.gap_width == CONTIGUOUS else 0)
+        last = self.first + (0 if self.has_gaps else self.count - 1)
         if not self.begin <= self.first <= last < self.end:
             self._refuse(f"has a location outside its span [{self.begin}, {self.end})")
-        if self.gap_width != CONTIGUOUS and self.gap_width not in GAP_WIDTHS:
-            self._refuse(f"has gaps of {self.gap_width} bytes; 1, 2, 4 or 8 are possible")
-        if self.gap_width > self.location_dtype.itemsize:
-            self._refuse(f"has gaps of {self.gap_width} bytes, wider than its locations")
 
     def _checked_numel(self) -> int:
         if len(self.shape) > MAX_DIMENSIONS:
@@ -208,23 +276,23 @@ class Row:
         return location_dtype(math.prod(self.shape))
 
     @property
-    def location_bytes(self) -> int:
-        """Size of the location planes."""
-        return (self.count - 1) * self.gap_width
+    def gap_bytes(self) -> int:
+        """Size of its part of the gaps."""
+        return self.count - 1 if self.has_gaps else 0
 
     @property
-    def value_bytes(self) -> int:
-        """Size of the value planes."""
-        return self.count * self.dtype.itemsize
+    def nibble_bytes(self) -> int:
+        """Size of its part of the nibbles."""
+        return (self.count + 1) // 2 if self.has_nibbles else 0
 
     @property
     def tensor_bytes(self) -> int:
         """Memory of the decoded delta's tensors."""
-        wide = 0 if self.gap_width == CONTIGUOUS else self.location_dtype.itemsize
-        return self.count * (wide + self.dtype.itemsize)
+        location_bytes = self.location_dtype.itemsize if self.has_gaps else 0
+        return self.count * (location_bytes + self.dtype.itemsize)
 
     @classmethod
-    def of(cls, delta: TensorDelta, gap_width: int) -> Self:
+    def of(cls, delta: TensorDelta, *, has_gaps: bool, has_nibbles: bool) -> Self:
         """The row of a delta.
 
         Raises:
@@ -239,7 +307,8 @@ class Row:
             end=delta.end,
             first=int(delta.locations[0]) if len(delta.locations) else delta.begin,
             count=len(delta.locations),
-            gap_width=gap_width,
+            has_gaps=has_gaps,
+            has_nibbles=has_nibbles,
         )
 
     def pack(self) -> bytes:
@@ -257,7 +326,7 @@ class Row:
             len(name),
             _DTYPE_CODES[self.dtype],
             _OPERATION_CODES[self.operation],
-            self.gap_width,
+            _HAS_GAPS * self.has_gaps | _HAS_NIBBLES * self.has_nibbles,
             len(self.shape),
         )
         return fixed + struct.pack(f"<{len(self.shape)}Q", *self.shape) + name
@@ -305,7 +374,7 @@ def _read_row(table: memoryview, at: int, number: int) -> tuple[Row, int]:
         at += size
         return table[at - size : at]
 
-    begin, end, first, count, name_bytes, dtype, operation, gap_width, dimensions = _ROW.unpack(
+    begin, end, first, count, name_bytes, dtype, operation, flags, dimensions = _ROW.unpack(
         take(_ROW.size)
     )
     if dimensions > MAX_DIMENSIONS:
@@ -322,6 +391,8 @@ def _read_row(table: memoryview, at: int, number: int) -> tuple[Row, int]:
         raise PayloadError(f"the delta of {name!r} has the unknown dtype code {dtype}")
     if operation not in _OPERATIONS:
         raise PayloadError(f"the delta of {name!r} has the unknown operation code {operation}")
+    if flags & ~(_HAS_GAPS | _HAS_NIBBLES):
+        raise PayloadError(f"the delta of {name!r} has the unknown flags {flags:#x}")
     row = Row(
         name=name,
         shape=shape,
@@ -331,7 +402,8 @@ def _read_row(table: memoryview, at: int, number: int) -> tuple[Row, int]:
         end=end,
         first=first,
         count=count,
-        gap_width=gap_width,
+        has_gaps=bool(flags & _HAS_GAPS),
+        has_nibbles=bool(flags & _HAS_NIBBLES),
     )
     return row, at
 

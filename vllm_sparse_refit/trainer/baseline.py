@@ -1,16 +1,12 @@
 """The baseline: the trainer's copy of the bits that the engines hold, and the deltas against it."""
 
-import contextlib
-import os
-import shutil
-import tempfile
+import functools
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
-import numpy as np
 import torch
 
 from vllm_sparse_refit.checksum import checksum_hex
@@ -18,10 +14,9 @@ from vllm_sparse_refit.codec.delta import (
     SparseOperation,
     TensorDelta,
     apply_delta,
-    compare_bits,
-    make_delta,
+    changed_elements,
 )
-from vllm_sparse_refit.codec.dtypes import bits_dtype, bits_view
+from vllm_sparse_refit.codec.dtypes import bits_dtype
 from vllm_sparse_refit.codec.payload import (
     DecodeLimits,
     batch_deltas,
@@ -38,8 +33,16 @@ from vllm_sparse_refit.errors import (
     TensorMismatchError,
     UnsupportedModelError,
 )
-
-NamedTensor = tuple[str, torch.Tensor]
+from vllm_sparse_refit.trainer.baseline_files import MappedFiles
+from vllm_sparse_refit.trainer.comparison import (
+    Comparison,
+    comparisons,
+    goes_whole,
+    grouped,
+    run_all,
+)
+from vllm_sparse_refit.trainer.exported import ExportedTensor, HostCopier, NamedTensor, chunks
+from vllm_sparse_refit.trainer.ordered_pool import OrderedPool, default_threads
 
 _NO_SNAPSHOT: Final = "no snapshot was taken"
 _NAMES_SHOWN: Final = 10
@@ -65,7 +68,7 @@ class SparsePayload:
 
 @dataclass(frozen=True, eq=False)
 class _Entry:
-    """One tensor of the baseline; ``bits`` is 1-D, CPU, owned by the baseline."""
+    """One tensor of the baseline; ``bits`` is 1-D, contiguous, owned by the baseline."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -77,74 +80,6 @@ class _Routing:
     skip: frozenset[str] = frozenset()
     overwrite: frozenset[str] = frozenset()
     dense: frozenset[str] = frozenset()
-
-
-class _MappedFiles:
-    """Baseline tensors in files of a folder of its own, one a tensor; ``close`` removes them."""
-
-    def __init__(self, parent: str | os.PathLike[str]) -> None:
-        self._parent = Path(parent)
-        self._files = 0
-        with self._naming_the_folder():
-            self._parent.mkdir(parents=True, exist_ok=True)
-            self._folder = Path(tempfile.mkdtemp(prefix="baseline-", dir=parent))
-
-    @contextlib.contextmanager
-    def _naming_the_folder(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise BaselineError(
-                f"the baseline in {str(self._parent)!r} cannot be written ({error}); free space or "
-                "change SyncConfig.baseline_dir, then snapshot again"
-            ) from error
-
-    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Uninitialized bits, ``[numel]``, whose disk space is reserved."""
-        if not numel:
-            return torch.empty(0, dtype=dtype)
-        # Numbered: a tensor's name may hold anything, a file's may not.
-        path = self._folder / f"{self._files:06d}.bits"
-        partial = path.with_suffix(".partial")
-        self._files += 1
-        size = numel * dtype.itemsize
-        with self._naming_the_folder():
-            with partial.open("w+b") as file:
-                # A full disk must fail here: later it would be a bus error amid a write.
-                os.posix_fallocate(file.fileno(), 0, size)
-            partial.rename(path)
-            mapped = np.memmap(path, dtype=np.uint8, mode="r+", shape=(size,))
-        return torch.from_numpy(mapped).view(dtype)
-
-    def close(self) -> None:
-        """Remove the files. A mapping still in use stays readable until it is dropped."""
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _chunks(tensor: torch.Tensor, elements: int) -> Iterator[torch.Tensor]:
-    """The bits of a tensor in row-major order, as 1-D CPU pieces of at most ``elements`` each.
-
-    A contiguous CPU tensor is not copied. Any other is copied a piece at a time.
-    """
-    for piece in _pieces(bits_view(tensor), elements):
-        yield piece.cpu()
-
-
-def _pieces(bits: torch.Tensor, elements: int) -> Iterator[torch.Tensor]:
-    if bits.is_contiguous():
-        yield from torch.split(bits.view(-1), elements)
-    elif bits.numel() <= elements:
-        yield bits.reshape(-1)
-    elif rows := elements // (bits.numel() // bits.shape[0]):
-        for block in torch.split(bits, rows):
-            yield block.reshape(-1)
-    else:
-        for row in bits:
-            yield from _pieces(row, elements)
-
-
-def _has_nan(bits: torch.Tensor, dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point and bool(bits.view(dtype).to(torch.float32).isnan().any())
 
 
 def _some(names: Sequence[str]) -> str:
@@ -167,14 +102,14 @@ class DeltaCompressionTracker:
         """Without a baseline as yet.
 
         Args:
-            config: ``chunk_elements``, ``payload_bytes``, ``compression_level`` and
-                ``baseline_dir`` are used. With a ``baseline_dir`` the baseline lives in
+            config: ``chunk_elements``, ``payload_bytes``, ``threads``, ``baseline_dir`` and
+                ``baseline_on_device`` are used. With a ``baseline_dir`` the baseline lives in
                 memory-mapped files below it.
         """
         self._config = config
         self._routing = _Routing()
         self._entries: dict[str, _Entry] = {}
-        self._files: _MappedFiles | None = None
+        self._files: MappedFiles | None = None
         self._unusable: str | None = _NO_SNAPSHOT
         self._mover: threading.Thread | None = None
         self._lock = threading.Lock()  # Owns the three below: the state of the running sync.
@@ -195,7 +130,7 @@ class DeltaCompressionTracker:
         self._give_up("the last snapshot failed half way")
         try:
             if self._config.baseline_dir is not None:
-                self._files = _MappedFiles(self._config.baseline_dir)
+                self._files = MappedFiles(self._config.baseline_dir)
             for name, tensor in weights:
                 if name in self._entries:
                     raise BaselineError(f"the snapshot holds {name!r} twice; give each tensor once")
@@ -218,13 +153,19 @@ class DeltaCompressionTracker:
             dtype = bits_dtype(tensor.dtype)
         except PayloadError as error:
             raise UnsupportedModelError(f"tensor {name!r} cannot be sent: {error}") from None
-        allocate = torch.empty if self._files is None else self._files.allocate
-        bits = allocate(tensor.numel(), dtype=dtype)
+        bits = self._allocate(tensor, dtype)
         at = 0
-        for chunk in _chunks(tensor, self._config.chunk_elements):
+        for chunk in chunks(tensor, self._config.chunk_elements):
             bits[at : at + chunk.numel()] = chunk
             at += chunk.numel()
         return _Entry(tuple(tensor.shape), tensor.dtype, bits)
+
+    def _allocate(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        if self._files is not None:
+            return self._files.allocate(tensor.numel(), dtype)
+        if self._config.baseline_on_device and tensor.device.type != "cpu":
+            return torch.empty(tensor.numel(), dtype=dtype, device=tensor.device)
+        return torch.empty(tensor.numel(), dtype=dtype)
 
     @property
     def state_dict_info(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -270,7 +211,7 @@ class DeltaCompressionTracker:
     def set_routing(
         self, *, skip: Collection[str], overwrite: Collection[str], dense: Collection[str]
     ) -> None:
-        """Say how tensors are shipped; a tensor not named is shipped as xor.
+        """Say how tensors are shipped; a tensor not named is shipped as differences to add.
 
         A tensor of ``overwrite`` among whose changed new values is a NaN is shipped whole: a
         receiver may use NaN as the mark of an unchanged element. The routing stays until set anew.
@@ -290,8 +231,8 @@ class DeltaCompressionTracker:
     def compare(self, name: str, tensor: torch.Tensor) -> Iterator[TensorDelta]:
         """Compare a tensor with the baseline, chunk by chunk.
 
-        Memory beyond the deltas is bounded by ``chunk_elements``; tensors that are on a device or
-        not contiguous are copied to the CPU one chunk at a time.
+        Memory beyond the deltas is bounded by ``chunk_elements``; tensors that are not contiguous, or
+        not on the baseline's device, are copied one chunk at a time.
 
         Returns:
             The deltas of the chunks that changed. The tensor must not change until they are pulled.
@@ -301,14 +242,13 @@ class DeltaCompressionTracker:
             TensorMismatchError: the tensor is unknown, has another shape or dtype than in the
                 baseline, or was exported before in this sync. The call raises, not the iterator.
         """
-        entry = self._checked_entry(name, tensor)
-        if entry is None:
-            return iter(())
-        if name in self._routing.overwrite:
-            return self._overwrite_deltas(name, entry, tensor)
-        return self._deltas(name, entry, tensor, SparseOperation.XOR, whole=False)
+        exported = ExportedTensor.of(name, tensor)
+        entry = self._checked_entry(exported)
+        chunked = self._comparisons(exported, entry, HostCopier()) if entry else ()
+        return (delta for item in chunked if (delta := item.run()) is not None)
 
-    def _checked_entry(self, name: str, tensor: torch.Tensor) -> _Entry | None:
+    def _checked_entry(self, exported: ExportedTensor) -> _Entry | None:
+        name, tensor = exported.name, exported.tensor
         entry = self._usable().get(name)
         skipped = name in self._routing.skip
         if entry is None and not skipped:
@@ -329,51 +269,23 @@ class DeltaCompressionTracker:
             self._exported.add(name)
         return None if skipped else entry
 
-    def _deltas(
-        self,
-        name: str,
-        entry: _Entry,
-        tensor: torch.Tensor,
-        operation: SparseOperation,
-        *,
-        whole: bool,
-    ) -> Iterator[TensorDelta]:
-        for begin, old, new in self._chunk_pairs(entry, tensor):
-            delta = make_delta(
-                name,
-                entry.shape,
-                entry.dtype,
-                operation,
-                begin,
-                old,
-                new,
-                every_element=whole,
-            )
-            if delta is not None:
-                yield delta
-
-    def _overwrite_deltas(
-        self, name: str, entry: _Entry, tensor: torch.Tensor
-    ) -> Iterator[TensorDelta]:
+    def _comparisons(
+        self, exported: ExportedTensor, entry: _Entry, copier: HostCopier
+    ) -> Iterator[Comparison]:
+        cut = functools.partial(
+            comparisons,
+            exported,
+            entry.bits,
+            chunk_elements=self._config.chunk_elements,
+            copier=copier,
+        )
+        if exported.name not in self._routing.overwrite:
+            return cut(SparseOperation.ADD)
         # Whether all of it goes must be known before its first chunk does: two passes.
-        whole = self._goes_whole(name, entry, tensor)
-        yield from self._deltas(name, entry, tensor, SparseOperation.OVERWRITE, whole=whole)
-
-    def _goes_whole(self, name: str, entry: _Entry, tensor: torch.Tensor) -> bool:
-        any_change = name in self._routing.dense
-        for _, old, new in self._chunk_pairs(entry, tensor):
-            positions, _ = compare_bits(old, new)
-            if positions.numel() and (any_change or _has_nan(new[positions], entry.dtype)):
-                return True
-        return False
-
-    def _chunk_pairs(
-        self, entry: _Entry, tensor: torch.Tensor
-    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        begin = 0
-        for new in _chunks(tensor, self._config.chunk_elements):
-            yield begin, entry.bits[begin : begin + new.numel()], new
-            begin += new.numel()
+        whole = goes_whole(
+            cut(SparseOperation.OVERWRITE), any_change=exported.name in self._routing.dense
+        )
+        return cut(SparseOperation.OVERWRITE, whole=whole)
 
     def encode(self, deltas: Sequence[TensorDelta]) -> SparsePayload:
         """Encode deltas of the running sync into a payload, and keep it until the sync ends.
@@ -384,12 +296,12 @@ class DeltaCompressionTracker:
         """
         with self._lock:
             sync = self._sync
-        body = encode_payload(deltas, compression_level=self._config.compression_level)
+        body = encode_payload(deltas)
         with self._lock:
             if sync != self._sync:
                 raise BaselineError("the sync ended while a payload of it was being encoded")
             self._pending.append(body)
-        changed = sum(delta.values.numel() for delta in deltas)
+        changed = sum(changed_elements(delta) for delta in deltas)
         return SparsePayload(body, checksum_hex(body), len(deltas), changed)
 
     def prepare_sparse_delta_payload(
@@ -397,13 +309,44 @@ class DeltaCompressionTracker:
     ) -> Iterator[SparsePayload]:
         """Compare and encode, yielding payloads of about ``payload_bytes`` before compression.
 
+        The weights are pulled in the calling thread; ``config.threads`` others compare and encode.
+        When the last payload is there, or the iterator is closed, they have ended.
+
         Raises:
             BaselineError: there is no baseline.
-            TensorMismatchError: as :meth:`compare`.
+            TensorMismatchError: as :meth:`compare`, or a tensor was written to meanwhile.
         """
-        deltas = (delta for name, tensor in weights for delta in self.compare(name, tensor))
-        for batch in batch_deltas(deltas, self._config.payload_bytes):
-            yield self.encode(batch)
+        with self._pool() as pool:
+            batches = self._batches(pool, (ExportedTensor.of(*pair) for pair in weights))
+            yield from pool.map(self.encode, batches)
+
+    def submit_exported(
+        self, exports: Iterable[ExportedTensor]
+    ) -> Generator[Future[SparsePayload], None, None]:
+        """As :meth:`prepare_sparse_delta_payload`, for tensors that another thread exported.
+
+        Yields each payload while it is still being encoded. How many may wait is the caller's to bound.
+        If the iterator is closed before its end, those not yet begun are cancelled.
+        """
+        with self._pool() as pool:
+            yield from pool.submit(self.encode, self._batches(pool, exports))
+
+    def _pool(self) -> OrderedPool:
+        return OrderedPool(self._config.threads or default_threads(), "sparse-refit-encode")
+
+    def _batches(
+        self, pool: OrderedPool, exports: Iterable[ExportedTensor]
+    ) -> Iterator[list[TensorDelta]]:
+        groups = pool.map(run_all, grouped(self._all_comparisons(exports)))
+        deltas = (delta for group in groups for delta in group)
+        return batch_deltas(deltas, self._config.payload_bytes)
+
+    def _all_comparisons(self, exports: Iterable[ExportedTensor]) -> Iterator[Comparison]:
+        copier = HostCopier()
+        for exported in exports:
+            entry = self._checked_entry(exported)
+            if entry is not None:
+                yield from self._comparisons(exported, entry, copier)
 
     def finish_export(self) -> None:
         """Check that the running sync exported the whole baseline, less what is skipped.
@@ -455,6 +398,9 @@ class DeltaCompressionTracker:
                 limits = DecodeLimits(len(body), payload_decoded_bytes(body))
                 for delta in decode_payload(body, limits):
                     apply_delta(delta, entries[delta.name].bits)
+            if self._config.baseline_on_device:
+                # Comparing runs on other streams.
+                torch.accelerator.synchronize()
         except BaseException as error:
             self._unusable = (
                 "the last sync's changes were written to it only in part "

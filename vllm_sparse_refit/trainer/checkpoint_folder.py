@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from vllm_sparse_refit.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from vllm_sparse_refit.trainer.baseline import NamedTensor
+    from vllm_sparse_refit.trainer.exported import NamedTensor
 
 _INDEX_FILE = "model.safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"

@@ -16,7 +16,7 @@ import torch
 from vllm_sparse_refit.errors import RefitError, TensorMismatchError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from vllm_sparse_refit.trainer.baseline import NamedTensor
+    from vllm_sparse_refit.trainer.exported import NamedTensor
 
 _PASS_NAMED_TENSORS = "pass an iterable of (checkpoint name, tensor) instead"
 

@@ -7,24 +7,18 @@ import functools
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Generic, Self, TypeVar
 
-import torch
-
-from vllm_sparse_refit.codec.payload import batch_deltas
 from vllm_sparse_refit.config import SyncConfig, read_api_key
-from vllm_sparse_refit.errors import ConfigError, TensorMismatchError, TransportStoppedError
+from vllm_sparse_refit.errors import ConfigError, TransportStoppedError
+from vllm_sparse_refit.trainer.exported import ExportedTensor, NamedTensor
 from vllm_sparse_refit.transport.client import ZmqSparseRefitClient
 
 if TYPE_CHECKING:
-    from vllm_sparse_refit.codec.delta import TensorDelta
-    from vllm_sparse_refit.trainer.baseline import (
-        DeltaCompressionTracker,
-        NamedTensor,
-        SparsePayload,
-    )
+    from vllm_sparse_refit.trainer.baseline import DeltaCompressionTracker, SparsePayload
 
 T = TypeVar("T")
 
@@ -48,10 +42,10 @@ def stream_sparse_delta_payloads_via_zmq(
 ) -> dict[str, int]:
     """Send what changed since the baseline to every target, as one producer of a transfer.
 
-    The iterator is pulled in the calling thread, and a tensor on a device is copied to the host
-    there, on the caller's stream. Comparing, encoding and one sender per target run in threads of
-    their own. At most ``config.queue_depth`` items wait between two stages, so the slowest target
-    sets the pace and memory stays bounded. A host tensor must keep its values until this returns.
+    The iterator is pulled in the calling thread. Comparing and encoding run in a pool of threads, and
+    one sender per target in one of its own. At most ``config.queue_depth`` items wait between two
+    stages, so the slowest target sets the pace and memory stays bounded. A tensor must keep its
+    values until this returns; on a device, those it has when the caller's stream gets there.
 
     The outcome of the sync is the caller's to tell the tracker: this calls none of its
     ``finish_export``, ``on_sync_succeeded`` and ``on_sync_failed``. When nothing changed, nothing
@@ -83,8 +77,8 @@ def stream_sparse_delta_payloads_via_zmq(
     api_key = read_api_key(api_key_env_var or config.api_key_env_var)
     encoded = _Encoded()
     with _Pipeline() as pipeline:
-        tensors: _Channel[_Exported] = pipeline.channel(config.queue_depth)
-        batches: _Channel[list[TensorDelta]] = pipeline.channel(config.queue_depth)
+        tensors: _Channel[ExportedTensor] = pipeline.channel(config.queue_depth)
+        payloads: _Channel[Future[SparsePayload]] = pipeline.channel(config.queue_depth)
         outboxes: list[_Channel[_Numbered]] = []
         for index, address in enumerate(refit_targets):
             outboxes.append(pipeline.channel(config.queue_depth))
@@ -99,8 +93,8 @@ def stream_sparse_delta_payloads_via_zmq(
             )
             samples = config.verification_samples
             pipeline.start(f"send-{index}", _send, connect, outboxes[-1], transfer_id, samples)
-        pipeline.start("encode", _encode, batches, outboxes, delta_tracker, encoded)
-        pipeline.start("compare", _compare, tensors, batches, delta_tracker, config.payload_bytes)
+        pipeline.start("number", _number, payloads, outboxes, encoded)
+        pipeline.start("compare", _compare, tensors, payloads, delta_tracker)
         total_elements = _export(iterator, tensors, shard_rank, shard_count)
     return {
         "payloads": encoded.payloads,
@@ -129,7 +123,7 @@ def _check(refit_targets: Sequence[str], shard_rank: int, shard_count: int) -> N
 
 def _export(
     iterator: Iterable[NamedTensor],
-    tensors: _Channel[_Exported],
+    tensors: _Channel[ExportedTensor],
     shard_rank: int,
     shard_count: int,
 ) -> int:
@@ -138,42 +132,30 @@ def _export(
         tensors.raise_if_stopped()
         if index % shard_count == shard_rank:
             total_elements += tensor.numel()
-            tensors.put(_Exported.of(name, tensor))
+            tensors.put(ExportedTensor.of(name, tensor))
     tensors.close()
     return total_elements
 
 
 def _compare(
-    tensors: _Channel[_Exported],
-    batches: _Channel[list[TensorDelta]],
+    tensors: _Channel[ExportedTensor],
+    payloads: _Channel[Future[SparsePayload]],
     tracker: DeltaCompressionTracker,
-    payload_bytes: int,
 ) -> None:
-    for batch in batch_deltas(_deltas(tensors, tracker), payload_bytes):
-        batches.put(batch)
-    batches.close()
+    # Closed at once on an error, so that its threads end before the pipeline does.
+    with contextlib.closing(tracker.submit_exported(tensors)) as submitted:
+        for payload in submitted:
+            payloads.put(payload)
+    payloads.close()
 
 
-def _deltas(
-    tensors: _Channel[_Exported], tracker: DeltaCompressionTracker
-) -> Iterator[TensorDelta]:
-    for exported in tensors:
-        yield from tracker.compare(exported.name, exported.tensor)
-        if exported.is_modified:
-            raise TensorMismatchError(
-                f"tensor {exported.name!r} was written to before it had been compared; an export must "
-                "yield tensors that keep their values, not one buffer that it fills again"
-            )
-
-
-def _encode(
-    batches: _Channel[list[TensorDelta]],
+def _number(
+    payloads: _Channel[Future[SparsePayload]],
     outboxes: Sequence[_Channel[_Numbered]],
-    tracker: DeltaCompressionTracker,
     encoded: _Encoded,
 ) -> None:
-    for batch in batches:
-        payload = tracker.encode(batch)
+    for future in payloads:
+        payload = future.result()
         numbered = _Numbered(encoded.payloads, payload)
         encoded.count(payload)
         for outbox in outboxes:
@@ -197,30 +179,6 @@ def _send(
                 verification_candidates=verification_candidates,
                 body=numbered.payload.body,
             )
-
-
-@dataclass(frozen=True, eq=False)
-class _Exported:
-    """A tensor on the host, and which in-place write to it was the last one when it was exported."""
-
-    name: str
-    tensor: torch.Tensor
-    version: int
-
-    @classmethod
-    def of(cls, name: str, tensor: torch.Tensor) -> Self:
-        # Copied here: only the thread that exports is sure to be on the tensor's stream.
-        host = tensor.detach().cpu()
-        return cls(name, host, _version(host))
-
-    @property
-    def is_modified(self) -> bool:
-        return self.version != _version(self.tensor)
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """torch's count of in-place writes; tensors made in inference mode have none."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 @dataclass(frozen=True)
@@ -309,7 +267,7 @@ class _Pipeline:
     def fail(self, error: BaseException) -> None:
         """Record an error and stop everything; being stopped is no error of its own."""
         with self._lock:
-            if not isinstance(error, TransportStoppedError):
+            if not isinstance(error, TransportStoppedError | CancelledError):
                 self._errors.append(error)
         self.stopped.set()
 

@@ -18,8 +18,9 @@ from vllm_sparse_refit.errors import (
     TransactionError,
     UnsupportedModelError,
 )
-from vllm_sparse_refit.trainer.baseline import DeltaCompressionTracker, NamedTensor
+from vllm_sparse_refit.trainer.baseline import DeltaCompressionTracker
 from vllm_sparse_refit.trainer.engine import LocalEngine
+from vllm_sparse_refit.trainer.exported import NamedTensor
 from vllm_sparse_refit.trainer.report import SyncReport
 from vllm_sparse_refit.trainer.routing import join_discoveries
 from vllm_sparse_refit.trainer.stream import stream_sparse_delta_payloads_via_zmq

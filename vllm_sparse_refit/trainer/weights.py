@@ -12,7 +12,7 @@ from vllm_sparse_refit.trainer.checkpoint_folder import read_folder
 from vllm_sparse_refit.trainer.model_export import export_model, whole_tensor
 
 if TYPE_CHECKING:
-    from vllm_sparse_refit.trainer.baseline import NamedTensor
+    from vllm_sparse_refit.trainer.exported import NamedTensor
 
 
 def named_weights(model: object) -> "Iterator[NamedTensor]":

@@ -1,0 +1,192 @@
+"""The extension module: that it is there, and that no arguments make it crash."""
+
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from tests.codec import implementations
+from vllm_sparse_refit.codec import kernels
+
+Array = npt.NDArray[Any]
+if_compiled = pytest.mark.skipif(
+    implementations.compiled is None, reason="there is nothing compiled"
+)
+
+
+@pytest.mark.skipif(
+    shutil.which("cc") is None, reason="nothing was to be compiled without a compiler"
+)
+def test_the_loops_were_compiled_where_a_compiler_is() -> None:
+    assert implementations.compiled is not None
+    assert kernels.implementation() in {"avx512", "avx2", "portable"}
+
+
+@if_compiled
+def test_instructions_that_are_missing_are_refused_and_change_nothing() -> None:
+    before = kernels.implementation()
+    with pytest.raises(ValueError, match="lacks these instructions"):
+        implementations.compiled.use_instructions("mmx")
+    assert kernels.implementation() == before
+
+
+def test_an_implementation_is_restored() -> None:
+    before = kernels.implementation()
+    for outer in implementations.ALL:
+        with implementations.running(outer):
+            for inner in implementations.ALL:
+                with implementations.running(inner):
+                    assert kernels.implementation() == inner
+                assert kernels.implementation() == outer
+    assert kernels.implementation() == before
+
+
+def zeros(size: int, dtype: npt.DTypeLike = np.uint8) -> Array:
+    return np.zeros(size, dtype)
+
+
+def read_only(array: Array) -> Array:
+    array.flags.writeable = False
+    return array
+
+
+def wrong_calls() -> list[tuple[str, tuple[Any, ...]]]:
+    u16, i32, i64, u64 = np.uint16, np.int32, np.int64, np.uint64
+    strided = zeros(8)[::2]
+    c16 = zeros(4, np.complex128)
+    return [
+        ("find_changes", (zeros(4), zeros(5), 1, 0, zeros(5, i32), zeros(5))),
+        ("find_changes", (zeros(4), zeros(2, u16), 1, 0, zeros(4, i32), zeros(4))),
+        ("find_changes", (zeros(4), zeros(4), 1, 0, zeros(4, i32), zeros(4, u16))),
+        ("find_changes", (zeros(4), zeros(4), 1, 0, zeros(3, i32), zeros(4))),
+        ("find_changes", (zeros(4), zeros(4), 1, 0, zeros(4, i32), zeros(3))),
+        ("find_changes", (zeros(4), zeros(4), 1, 0, zeros(4, u16), zeros(4))),
+        ("find_changes", (zeros(4), zeros(4), 0, 0, zeros(4, i32), zeros(4))),
+        ("find_changes", (zeros(4), zeros(4), 4, 0, zeros(4, i32), zeros(4))),
+        ("find_changes", (zeros(4), zeros(4), 1, -1, zeros(4, i32), zeros(4))),
+        ("find_changes", (zeros(4), zeros(4), 1, 2**31 - 3, zeros(4, i32), zeros(4))),
+        ("find_changes", (zeros(4), zeros(4), 1, 2**63 - 3, zeros(4, i64), zeros(4))),
+        ("find_changes", (c16, c16, 1, 0, zeros(4, i32), c16)),
+        ("find_changes", (strided, zeros(4), 1, 0, zeros(4, i32), zeros(4))),
+        ("find_changes", (zeros(4), zeros(4), 1, 0, zeros(8, i32)[::2], zeros(4))),
+        ("find_changes", (zeros(4), zeros(4), 1, 0, zeros(4, i32), read_only(zeros(4)))),
+        ("find_changes", (zeros(4), None, 1, 0, zeros(4, i32), zeros(4))),
+        ("write_gaps", (zeros(0, i32), zeros(0), zeros(0, u64))),
+        ("write_gaps", (np.arange(4), zeros(4), zeros(4, u64))),
+        ("write_gaps", (np.arange(4), zeros(3), zeros(2, u64))),
+        ("write_gaps", (np.arange(4), zeros(3), zeros(3, i32))),
+        ("write_gaps", (np.arange(4), zeros(3, u16), zeros(3, u64))),
+        ("write_gaps", (np.arange(4, dtype=u16), zeros(3), zeros(3, u64))),
+        ("write_gaps", (np.arange(4), read_only(zeros(3)), zeros(3, u64))),
+        ("read_gaps", (zeros(3), zeros(0, u64), 0, 9, zeros(3, i32))),
+        ("read_gaps", (zeros(3), zeros(0, u64), 0, 9, zeros(5, i32))),
+        ("read_gaps", (zeros(0), zeros(0, u64), 0, 9, zeros(0, i32))),
+        ("read_gaps", (zeros(3), zeros(0, u64), 9, 9, zeros(4, i32))),
+        ("read_gaps", (zeros(3), zeros(0, u64), 0, 2**31 + 1, zeros(4, i32))),
+        ("read_gaps", (zeros(3), zeros(0, u64), 0, 2**63 + 1, zeros(4, i64))),
+        ("read_gaps", (zeros(3), zeros(0, u64), -1, 9, zeros(4, i64))),
+        ("read_gaps", (zeros(3, u16), zeros(0, u64), 0, 9, zeros(4, i32))),
+        ("read_gaps", (zeros(3), zeros(0, i32), 0, 9, zeros(4, i32))),
+        ("read_gaps", (zeros(3), zeros(0, u64), 0, 9, zeros(4, u16))),
+        ("read_gaps", (zeros(3), zeros(0, u64), 0, 9, read_only(zeros(4, i32)))),
+        ("write_nibbles", (zeros(3), zeros(1), zeros(3))),
+        ("write_nibbles", (zeros(3), zeros(3), zeros(3))),
+        ("write_nibbles", (zeros(3), zeros(2), zeros(2))),
+        ("write_nibbles", (zeros(3), zeros(2), zeros(3, u16))),
+        ("write_nibbles", (zeros(3), zeros(2, u16), zeros(3))),
+        ("write_nibbles", (c16, zeros(2), c16)),
+        ("read_nibbles", (zeros(1), zeros(0), zeros(3))),
+        ("read_nibbles", (zeros(3), zeros(0), zeros(3))),
+        ("read_nibbles", (zeros(2), zeros(0, u16), zeros(3))),
+        ("read_nibbles", (zeros(2, u16), zeros(0), zeros(3))),
+        ("read_nibbles", (zeros(2), c16, c16)),
+        ("write_plane", (zeros(3, u16), 2, zeros(3))),
+        ("write_plane", (zeros(3, u16), -1, zeros(3))),
+        ("write_plane", (zeros(3, u16), 0, zeros(2))),
+        ("write_plane", (zeros(3, u16), 0, zeros(4))),
+        ("write_plane", (zeros(3, u16), 0, zeros(3, u16))),
+        ("write_plane", (c16, 0, zeros(4))),
+        ("read_plane", (zeros(3), 2, zeros(3, u16))),
+        ("read_plane", (zeros(3), -1, zeros(3, u16))),
+        ("read_plane", (zeros(2), 0, zeros(3, u16))),
+        ("read_plane", (zeros(4), 0, zeros(3, u16))),
+        ("read_plane", (zeros(3, u16), 0, zeros(3, u16))),
+        ("read_plane", (zeros(4), 0, c16)),
+        ("zigzag", (zeros(3), zeros(2))),
+        ("zigzag", (zeros(3), zeros(3, u16))),
+        ("zigzag", (c16, c16)),
+        ("unzigzag", (c16,)),
+        ("unzigzag", (read_only(zeros(3)),)),
+        ("scatter", (zeros(4), zeros(2, i32), zeros(1), 1, 1, 0, None, None)),
+        ("scatter", (zeros(4), zeros(2, i32), zeros(2, u16), 1, 1, 0, None, None)),
+        ("scatter", (zeros(4), zeros(2, u16), zeros(2), 1, 1, 0, None, None)),
+        ("scatter", (zeros(4), np.arange(2), zeros(2), 0, 1, 0, None, None)),
+        ("scatter", (zeros(4), np.arange(2), zeros(2), 4, 1, 0, None, None)),
+        ("scatter", (zeros(4), np.arange(2), zeros(2), 1, 1, 0, zeros(1), None)),
+        ("scatter", (zeros(4), np.arange(2), zeros(2), 1, 1, 0, zeros(2, u16), None)),
+        ("scatter", (zeros(4), np.arange(2), zeros(2), 1, 1, 0, read_only(zeros(2)), None)),
+        ("scatter", (zeros(4), np.arange(2), zeros(2), 1, 1, 0, "before", None)),
+        ("scatter", (read_only(zeros(4)), np.arange(2), zeros(2), 1, 1, 0, None, None)),
+        ("scatter", (strided, np.arange(2), zeros(2), 1, 1, 0, None, None)),
+        ("scatter", (c16, np.arange(2), zeros(2, np.complex128), 1, 1, 0, None, None)),
+        ("scatter", (zeros(4), np.array([0, 9, 2]), zeros(3), 1, 1, 0, None, None)),
+        ("scatter", (zeros(4), np.array([0, -9, 2]), zeros(3), 1, 1, 0, None, None)),
+        ("scatter", (zeros(4), np.arange(2), zeros(2), 1, 1, 0, None, zeros(2))),
+        ("scatter", (zeros(4), np.arange(2), zeros(2), 1, 1, 0, None, zeros(0))),
+        ("scatter", (zeros(4), np.arange(2), zeros(2), 1, 1, 0, zeros(2), read_only(zeros(1)))),
+        ("scatter", (zeros(4), np.arange(2), zeros(2), 1, 1, 0, zeros(2), "done")),
+    ]
+
+
+@if_compiled
+def test_the_compiled_loops_refuse_wrong_buffers() -> None:
+    for name, arguments in wrong_calls():
+        called = f"{name}{arguments}"
+        loop: Callable[..., Any] = getattr(implementations.compiled, name)
+        written = [argument.copy() for argument in arguments if isinstance(argument, np.ndarray)]
+        with pytest.raises((ValueError, TypeError)) as refusal:
+            pytest.fail(f"{called} returned {loop(*arguments)}")
+        # Python's own, for what is no buffer or read-only.
+        assert refusal.type is ValueError or "bytes-like object" in str(refusal.value), called
+        arrays = [argument for argument in arguments if isinstance(argument, np.ndarray)]
+        for array, before in zip(arrays, written, strict=True):
+            assert np.array_equal(array, before), called
+
+
+@if_compiled
+def test_every_wrong_call_differs_from_a_right_one() -> None:
+    """The loops that wrong calls are made of accept the same arguments once they are right."""
+    right: list[tuple[str, tuple[Any, ...]]] = [
+        ("find_changes", (zeros(4), zeros(4), 1, 2**31 - 4, zeros(4, np.int32), zeros(4))),
+        ("find_changes", (zeros(4), zeros(4), 3, 2**63 - 4, zeros(4, np.int64), zeros(4))),
+        ("write_gaps", (np.arange(4), zeros(3), zeros(3, np.uint64))),
+        ("read_gaps", (zeros(3), zeros(0, np.uint64), 0, 2**31, zeros(4, np.int32))),
+        ("read_gaps", (zeros(3), zeros(0, np.uint64), 0, 2**63, zeros(4, np.int64))),
+        ("write_nibbles", (zeros(3), zeros(2), zeros(3))),
+        ("read_nibbles", (zeros(2), zeros(0), zeros(3))),
+        ("write_plane", (zeros(3, np.uint16), 1, zeros(3))),
+        ("read_plane", (zeros(3), 1, zeros(3, np.uint16))),
+        ("zigzag", (zeros(3), zeros(3))),
+        ("unzigzag", (zeros(3),)),
+        ("scatter", (zeros(4), np.arange(2), zeros(2), 3, 1, 0, zeros(2), zeros(1))),
+    ]
+    for name, arguments in right:
+        getattr(implementations.compiled, name)(*arguments)
+    assert {name for name, _ in right} == {name for name, _ in wrong_calls()}
+
+
+@if_compiled
+def test_wrong_calls_leak_no_buffer() -> None:
+    for name, arguments in wrong_calls():
+        for argument in arguments:
+            if isinstance(argument, np.ndarray) and argument.base is None:
+                with pytest.raises((ValueError, TypeError)):
+                    getattr(implementations.compiled, name)(*arguments)
+                break
+    held = bytearray(4)
+    with pytest.raises(ValueError, match="one width"):
+        implementations.compiled.write_nibbles(zeros(3, np.uint16), held, held)
+    held.append(0)  # refused while anything still holds its memory

@@ -1,0 +1,206 @@
+"""The codec's loops over arrays: compiled where that was possible, in numpy elsewhere.
+
+Pure functions on numpy arrays, safe in any thread. The compiled ones run without the interpreter
+lock, so that several threads work at once. Arrays of bits and codes are integers of 1, 2, 4 or 8
+bytes, signed or not; only their width counts.
+"""
+
+import threading
+from types import ModuleType
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_sparse_refit.codec import portable
+
+try:
+    from vllm_sparse_refit.codec import _kernels as compiled
+except ImportError:
+    compiled: ModuleType | None = None  # type: ignore[no-redef]
+
+_Array = npt.NDArray[Any]
+
+XOR: Final = 1
+OVERWRITE: Final = 2
+ADD: Final = 3
+
+# A gap byte of this value, a nibble of that one, say that the number is kept elsewhere.
+ESCAPED_GAP: Final = 255
+ESCAPED_NIBBLE: Final = 15
+
+_of_thread = threading.local()
+
+_loops: Any = portable if compiled is None else compiled
+
+
+def implementation() -> str:
+    """What runs the loops: ``"avx512"``, ``"avx2"``, ``"portable"`` (compiled C) or ``"numpy"``."""
+    return "numpy" if _loops is portable else str(_loops.instructions())
+
+
+def scratch(purpose: str, size: int, dtype: npt.DTypeLike) -> _Array:
+    """Uninitialized memory of this thread, ``[size]``, until it asks for the same purpose again.
+
+    Fresh memory of such sizes comes from the system page by page, which takes longer than all that is
+    done with it. Only what was ever written to is really taken.
+    """
+    found: _Array | None = getattr(_of_thread, purpose, None)
+    nbytes = size * np.dtype(dtype).itemsize
+    if found is None or found.size < nbytes:
+        found = np.empty(nbytes, np.uint8)
+        setattr(_of_thread, purpose, found)
+    return found[:nbytes].view(dtype)
+
+
+def find_changes(
+    old: _Array,
+    new: _Array,
+    operation: int,
+    begin: int,
+    location_dtype: type[np.signedinteger[Any]],
+) -> tuple[_Array, _Array]:
+    """Find the elements that differ, in one pass over both arrays.
+
+    Args:
+        old: Contiguous, ``[n]``.
+        new: The same dtype and length.
+        operation: ``XOR`` yields old xor new, ``ADD`` new - old (wrapping), ``OVERWRITE`` new.
+        begin: Added to every location.
+        location_dtype: int32 or int64; must hold ``begin + n - 1``.
+
+    Returns:
+        Ascending locations ``[k]`` and the values at them ``[k]``, of the inputs' dtype.
+    """
+    locations = scratch("locations", old.size, location_dtype)
+    values = scratch("values", old.size, old.dtype)
+    found = _loops.find_changes(old, new, operation, begin, locations, values)
+    return locations[:found].copy(), values[:found].copy()
+
+
+def encode_gaps(locations: _Array, gaps: _Array, wide: _Array) -> int:
+    """Code the distances of neighbouring locations, less one, in a byte each.
+
+    Args:
+        locations: Strictly ascending, int32 or int64, ``[n]``, n at least 1.
+        gaps: Takes them, uint8, ``[n - 1]``.
+        wide: Takes, for each gap that is ``ESCAPED_GAP``, the rest above 255; uint64, at least
+            ``[n - 1]``.
+
+    Returns:
+        How many gaps were escaped.
+
+    Raises:
+        ValueError: the locations do not ascend.
+    """
+    return int(_loops.write_gaps(locations, gaps, wide))
+
+
+def decode_gaps(
+    gaps: _Array, wide: _Array, first: int, end: int, location_dtype: type[np.signedinteger[Any]]
+) -> tuple[_Array, int]:
+    """The reverse of :func:`encode_gaps`, for input of unknown origin.
+
+    Args:
+        gaps: uint8, ``[n - 1]``.
+        wide: uint64, as many as there are escaped gaps, or more.
+        first: The first location, below ``end``.
+        end: What all locations must stay below; ``location_dtype`` must hold ``end - 1``.
+        location_dtype: int32 or int64.
+
+    Returns:
+        Strictly ascending locations ``[n]``, and how many of ``wide`` were used.
+
+    Raises:
+        ValueError: there are too few wide gaps, or a location reaches ``end``.
+    """
+    locations = np.empty(gaps.size + 1, location_dtype)
+    return locations, int(_loops.read_gaps(gaps, wide, first, end, locations))
+
+
+def encode_nibbles(codes: _Array, nibbles: _Array, escapes: _Array) -> int:
+    """Pack codes below 15 two to a byte, the first in the low half.
+
+    Args:
+        codes: ``[n]``.
+        nibbles: Takes them, uint8, ``[(n + 1) // 2]``.
+        escapes: Takes the codes of 15 and more, in order; of the dtype of ``codes``, at least ``[n]``.
+
+    Returns:
+        How many codes were escaped.
+    """
+    return int(_loops.write_nibbles(codes, nibbles, escapes))
+
+
+def count_escaped_nibbles(nibbles: _Array, count: int) -> int:
+    """How many of the first ``count`` nibbles say that their code is kept elsewhere."""
+    high = int(np.count_nonzero(nibbles >= ESCAPED_NIBBLE << 4))
+    if count % 2 and nibbles[-1] >= ESCAPED_NIBBLE << 4:
+        high -= 1  # the unused half of the last byte
+    return high + int(np.count_nonzero(nibbles & 15 == ESCAPED_NIBBLE))
+
+
+def decode_nibbles(nibbles: _Array, escapes: _Array, count: int) -> _Array:
+    """The reverse of :func:`encode_nibbles`: ``count`` codes of the dtype of ``escapes``.
+
+    Raises:
+        ValueError: there are too few escapes.
+    """
+    codes = np.empty(count, escapes.dtype)
+    _loops.read_nibbles(nibbles, escapes, codes)
+    return codes
+
+
+def write_plane(codes: _Array, plane: int, out: _Array) -> None:
+    """Put byte ``plane`` (0 is the lowest) of every code into ``out``, uint8, as long as ``codes``."""
+    _loops.write_plane(codes, plane, out)
+
+
+def read_plane(plane_bytes: _Array, plane: int, codes: _Array) -> None:
+    """The reverse of :func:`write_plane`: the byte is or-ed into ``codes``."""
+    _loops.read_plane(plane_bytes, plane, codes)
+
+
+def zigzag(values: _Array, codes: _Array) -> _Array:
+    """Signed steps as small codes: 0, -1, 1, -2, ... become 0, 1, 2, 3, ...
+
+    Returns:
+        ``codes``, which takes them; of the width of ``values`` and as many.
+    """
+    _loops.zigzag(values, codes)
+    return codes
+
+
+def unzigzag(codes: _Array) -> None:
+    """The reverse of :func:`zigzag`, in place."""
+    _loops.unzigzag(codes)
+
+
+def scatter(
+    target: _Array,
+    locations: _Array,
+    values: _Array,
+    operation: int,
+    *,
+    stride: int = 1,
+    shift: int = 0,
+    before: _Array | None = None,
+    done: _Array | None = None,
+) -> None:
+    """Write values into ``target`` at ``locations * stride + shift``, in one pass.
+
+    Args:
+        target: Contiguous, writable.
+        locations: Distinct, int32 or int64, ``[n]``; fastest when they ascend.
+        values: ``[n]``, of the target's width.
+        operation: ``XOR``, ``OVERWRITE`` or ``ADD`` (wrapping).
+        stride: At least 1.
+        shift: May be negative.
+        before: Takes the bits that were there, ``[n]``, of the target's width.
+        done: One byte, uint8, that becomes 1 once ``before`` holds what it takes to undo the write. An
+            interrupt can end this call after the write as well as before it; this tells which.
+
+    Raises:
+        ValueError: a location is outside the target; nothing was written.
+    """
+    _loops.scatter(target, locations, values, operation, stride, shift, before, done)
