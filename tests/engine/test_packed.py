@@ -4,12 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.checkpoints import checkpoint_steps
-from tests.engine.engines import engine, fresh_state, state
+from tests.engine.engines import engine, fresh_state, model, state
 from vllm_sparse_refit import SyncConfig, WeightSynchronizer
 from vllm_sparse_refit.apply.shadow import PackedLayers
-from vllm_sparse_refit.errors import TransactionError, VersionMismatchError
+from vllm_sparse_refit.errors import BaselineError, TransactionError, VersionMismatchError
 
 pytestmark = pytest.mark.engine
 
@@ -44,7 +45,10 @@ def test_three_syncs_equal_a_plain_engine(
         assert status["shadow_bytes"] > 0
         for step in steps[1:]:
             sync.sync(step)
+        verified = sync.verify()
         synced = state(llm)
+    assert verified.ok
+    assert verified.elements > 0
     assert start[0] != synced[0]
     assert start[1] != synced[1]
     assert synced == fresh_state(steps[-1], **settings)
@@ -106,6 +110,34 @@ def test_a_commit_that_fails_between_two_layers_is_taken_back(
         second = state(llm)
     assert first == fresh_state(steps[1], dtype="float32")
     assert second == fresh_state(steps[2], dtype="float32")
+
+
+def test_verification_names_what_something_else_wrote(tmp_path: Path) -> None:
+    steps = checkpoint_steps(tmp_path, "mixtral")
+    with engine(steps[0]) as llm:
+        sync = WeightSynchronizer.connect(llm)
+        with pytest.raises(BaselineError, match="snapshot"):
+            sync.verify()
+        sync.snapshot(steps[0])
+        sync.sync(steps[1])
+        assert sync.verify().ok
+        experts = "model.layers.1.block_sparse_moe.experts.routed_experts"
+        for name, tensor in (
+            ("model.layers.0.self_attn.k_proj.weight", _fused(llm, "model.layers.0")[130:]),
+            (experts, model(llm).get_submodule(experts).w2_weight),
+        ):
+            element = tensor.data.view(torch.int16).view(-1)[5:6]
+            element ^= 1
+            report = sync.verify()
+            assert report.different.keys() == {name}
+            assert "engine 0, rank 0" in report.different[name][0]
+            element ^= 1
+        assert sync.verify().ok
+
+
+def _fused(llm: Any, layer: str) -> torch.Tensor:
+    weight: torch.Tensor = model(llm).get_submodule(f"{layer}.self_attn.qkv_proj").weight
+    return weight
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("llama", "float32"), ("mixtral", "bfloat16")])

@@ -29,8 +29,9 @@ from vllm_sparse_refit.apply.sparse_writes import LoaderWriter, loader_weight, p
 from vllm_sparse_refit.apply.storage import storage_key
 from vllm_sparse_refit.apply.writer import WeightWriter, Write, storage_bits
 from vllm_sparse_refit.codec.delta import SparseOperation, TensorDelta
-from vllm_sparse_refit.codec.dtypes import bits_dtype, dtype_name
+from vllm_sparse_refit.codec.dtypes import bits_dtype, bits_view, dtype_name
 from vllm_sparse_refit.codec.payload import DecodeLimits, decode_payload
+from vllm_sparse_refit.element_digest import box_digest
 from vllm_sparse_refit.errors import (
     RefitError,
     TensorMismatchError,
@@ -155,6 +156,26 @@ class VllmSparseDeltaApplier:
                 if wrong := int((found != expected[selected]).sum()):
                     different[name] = different.get(name, 0) + wrong
         return compared, different
+
+    def digests(self) -> dict[str, Any]:
+        """Digests of what this rank holds of every canonical tensor, for a comparison with the trainer's.
+
+        Returns:
+            ``{"boxes", "unlike", "unverified"}``: by canonical name, ``[offset, shape, strides, digest]`` for
+            each box of it (:func:`box_digest`); by module, why a packed layer in use is not what its
+            weights make; and the names of tensors that the loader casts or transforms, whose canonical
+            bits are not here.
+        """
+        boxes: dict[str, list[list[Any]]] = {}
+        for name in self.discovery.names(LoadKind.VIEW):
+            for copy in self.discovery.weights[name].copies:
+                assert copy.boxes is not None
+                box = copy.boxes.source
+                digest = box_digest(bits_view(copy.target), box.offset, box.shape, box.strides)
+                entry = [box.offset, list(box.shape), list(box.strides), digest]
+                boxes.setdefault(name, []).append(entry)
+        unverified = self.discovery.names(LoadKind.TRANSFORM, LoadKind.DENSE)
+        return {"boxes": boxes, "unlike": self._layers.unlike(), "unverified": unverified}
 
     @property
     def _layers(self) -> PackedLayers:

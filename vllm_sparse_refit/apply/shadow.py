@@ -188,6 +188,10 @@ class PackedLayers:
                     self._checked |= dict.fromkeys((n for n, _ in group.modules), reason)
         return self._checked
 
+    def unlike(self) -> dict[str, str]:
+        """As :meth:`check`, for what is in use now; nothing is given up, and nothing remembered."""
+        return {g.name: reason for g in self._groups if (reason := self._why_unlike(g))}
+
     def _why_unlike(self, group: LayerGroup) -> str:
         try:
             self._check_unmoved(group)

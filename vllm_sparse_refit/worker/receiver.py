@@ -185,6 +185,11 @@ class Receiver:
         compared, different = self._applier.differing_samples(samples)
         return {"compared": compared, "different": different}
 
+    def digests(self) -> dict[str, Any]:
+        """See :meth:`VllmSparseDeltaApplier.digests`."""
+        self._require(State.IDLE)
+        return self._applier.digests()
+
     def adopt(self, label: str, digest: str) -> dict[str, Any]:
         """Take a version that the trainer gives to all workers, which it found to hold equal weights."""
         self._require(State.IDLE)
