@@ -193,7 +193,12 @@ FAMILIES: dict[str, Family] = {
     ),
     "lfm2": Family(
         "lfm2",
-        {"layer_types": ["conv", "full_attention"], "tie_word_embeddings": True},
+        {
+            "layer_types": ["conv", "full_attention"],
+            "tie_word_embeddings": True,
+            "conv_dim": 128,
+            "block_dim": 128,
+        },
         without=("head_dim",),
     ),
     "glm4": Family("glm4", {}),
