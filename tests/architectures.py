@@ -261,7 +261,8 @@ FAMILIES |= {
     "deepseek_v2, PP 2": _variant("deepseek_v2", "load", **_PP),
     "mixtral, EP 2": _variant("mixtral", "load", **_TP, enable_expert_parallel=True),
     "deepseek_v2, EP 2": _variant("deepseek_v2", "load", **_TP, enable_expert_parallel=True),
-    "llama, LoRA enabled": _variant("llama", enable_lora=True, max_lora_rank=8),
+    # One request at a time: with more, vLLM's LoRA layers raise on the CPU.
+    "llama, LoRA enabled": _variant("llama", enable_lora=True, max_lora_rank=8, max_num_seqs=1),
     "llama, n-gram speculation": _variant("llama", processes=True, speculative_config=_NGRAM),
     "llama, draft model": _variant("llama", speculative_config=_DRAFT),
     "llama, int8 checkpoint": replace(FAMILIES["llama"], int8=True),
