@@ -167,18 +167,6 @@ FAMILIES: dict[str, Family] = {
             "chunk_size": 64,
         },
     ),
-    "bamba": Family(
-        "bamba",
-        {
-            "attn_layer_indices": [1],
-            "mamba_n_heads": 8,
-            "mamba_d_head": 32,
-            "mamba_n_groups": 1,
-            "mamba_d_state": 16,
-            "mamba_chunk_size": 64,
-        },
-        without=("head_dim",),
-    ),
     "qwen3_next": Family(
         "qwen3_next",
         {
