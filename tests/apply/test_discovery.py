@@ -170,6 +170,21 @@ def test_a_loader_that_lags_behind_is_probed_one_by_one() -> None:
 # --- loaders that are refused --------------------------------------------------------------------
 
 
+def _other_stages(model: ToyModel, weights: Weights) -> set[str]:
+    """Reports tensors of layers that this rank does not have, as DeepSeek's loader does."""
+    loaded = set()
+    for name, weight in weights:
+        if name == "a":
+            model.a.data.copy_(weight)
+        loaded.add(name)
+    return loaded
+
+
+def test_tensors_of_another_stage_are_skipped_though_they_are_reported() -> None:
+    found = _discover(_other_stages, {"a": (2, 3)}, {"a": (2, 3), "b": (2, 3)})
+    assert _kinds(found) == {"a": LoadKind.VIEW, "b": LoadKind.SKIP}
+
+
 def _claims(model: ToyModel, weights: Weights) -> set[str]:
     del model
     return {name for name, _ in weights}

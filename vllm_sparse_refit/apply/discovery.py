@@ -218,7 +218,9 @@ def _observe_one(live: LiveModel, name: str, info: TensorInfo, used: bool = Fals
         error = f"the model's loader replaces {', '.join(changed[:3])} instead of copying into it"
     copies = tuple(recorder.copies.get(name, ()))
     if not copies and not error:
-        error = _why_no_skip(bool(loaded), used or name in recorder.used_names())
+        # A loader may report parameters of another pipeline stage, which this rank does not have.
+        claimed = any(owned.full_name in (loaded or ()) for owned in live.tensors())
+        error = _why_no_skip(claimed, used or name in recorder.used_names())
     return _Probe(copies, error)
 
 
