@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: test lint format demo benchmark install clean
+.PHONY: test lint format demo benchmark models install clean
 
 test: lint
 	$(BIN)/python -m pytest
@@ -24,6 +24,10 @@ demo: $(STAMP)
 benchmark: $(STAMP)
 	$(BIN)/python -m benchmarks.refit --json
 	$(BIN)/python -m benchmarks.codec --json
+
+# docs/models.md: every architecture against a plain, fresh engine; about a minute each.
+models: $(STAMP)
+	$(BIN)/python -m tests.models_table
 
 install: $(STAMP)
 

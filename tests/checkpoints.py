@@ -1,114 +1,48 @@
 """Small random checkpoints of real architectures that vLLM loads on a CPU, and changed copies."""
 
+import json
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+import tokenizers
 import torch
+import transformers
 from safetensors import safe_open
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.models.auto import CONFIG_MAPPING
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 
-VOCABULARY = 512  # token ids are 0 .. VOCABULARY - 1
+from tests import architectures
+from tests.architectures import VOCABULARY
 
-# Attention on the CPU needs heads of 32 or more. No end token, so generation never stops early.
-_COMMON: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.1,
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-_EXPERTS: dict[str, Any] = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-}
+__all__ = ["VOCABULARY"]
 
-
-@dataclass(frozen=True)
-class _Family:
-    model_type: str
-    settings: Mapping[str, Any]
-    without: tuple[str, ...] = ()
-
-    def config(self, overrides: Mapping[str, Any]) -> Any:
-        settings = {k: v for k, v in _COMMON.items() if k not in self.without}
-        return CONFIG_MAPPING[self.model_type](**{**settings, **self.settings, **overrides})
-
-
-_FAMILIES: dict[str, _Family] = {
-    "llama": _Family("llama", {}),
-    "qwen2": _Family("qwen2", {}),
-    "qwen3": _Family("qwen3", {"tie_word_embeddings": True}),
-    "phi3": _Family("phi3", {}),
-    "gemma3": _Family(
-        "gemma3_text",
-        {
-            "tie_word_embeddings": True,
-            "query_pre_attn_scalar": 32,
-            "sliding_window": 128,
-            "layer_types": ["sliding_attention", "full_attention"],
-        },
-    ),
-    "gpt2": _Family(
-        "gpt2",
-        {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 256, "tie_word_embeddings": True},
-        without=(
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "max_position_embeddings",
-        ),
-    ),
-    "mixtral": _Family("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "qwen3_moe": _Family("qwen3_moe", _EXPERTS),
-    "deepseek_v2": _Family(
-        "deepseek_v2",
-        {
-            "num_key_value_heads": 4,
-            "q_lora_rank": None,
-            "kv_lora_rank": 512,  # with the next one, the only sizes MLA has on the CPU
-            "qk_rope_head_dim": 64,
-            "qk_nope_head_dim": 32,
-            "v_head_dim": 32,
-            "n_routed_experts": 4,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 64,
-            "first_k_dense_replace": 1,
-            "topk_method": "greedy",
-            "n_group": 1,
-            "topk_group": 1,
-        },
-        without=("head_dim",),
-    ),
-}
-FAMILIES = tuple(_FAMILIES)
+# Those whose conversion from a transformers model is tested.
+FAMILIES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "phi3",
+    "gemma3",
+    "gpt2",
+    "mixtral",
+    "qwen3_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "gpt_oss",
+)
 
 
 def build_model(
     family: str, *, dtype: torch.dtype = torch.bfloat16, seed: int = 0, **overrides: Any
 ) -> PreTrainedModel:
     """A random model of ``family``; ``overrides`` go to its configuration. Same seed, same bits."""
-    config = _FAMILIES[family].config(overrides)
+    config = architectures.FAMILIES[family].config(overrides)
+    auto_class = getattr(transformers, architectures.FAMILIES[family].auto_class)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model: PreTrainedModel = auto_class.from_config(config, dtype=torch.float32)
         # Norms start as ones and biases as zeros: a misplaced one would go unnoticed.
         with torch.no_grad():
             for parameter in model.parameters():
@@ -129,7 +63,58 @@ def build_checkpoint(
     """Save :func:`build_model` in ``folder`` (no tokenizer) and return the folder."""
     model = build_model(family, dtype=dtype, seed=seed, **overrides)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
+    if architectures.FAMILIES[family].engine.get("skip_tokenizer_init") is False:
+        _save_tokenizer(folder)
+    if architectures.FAMILIES[family].int8:
+        _quantize(folder)
     return folder
+
+
+_INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
+_INT8_CONFIG = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {**_INT8, "strategy": "channel", "dynamic": False},
+            "input_activations": {**_INT8, "strategy": "token", "dynamic": True},
+        }
+    },
+}
+
+
+def _quantize(folder: Path) -> None:
+    """Store the linear layers of a checkpoint in int8, with a scale for each row."""
+    (file,) = folder.glob("*.safetensors")
+    weights = load_file(file)
+    for name in [n for n in weights if n.endswith("_proj.weight")]:
+        weight = weights[name].float()
+        scale = weight.abs().amax(dim=1, keepdim=True) / 127
+        weights[name] = (weight / scale).round().to(torch.int8)
+        weights[f"{name}_scale"] = scale.to(torch.bfloat16)
+    save_file(weights, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = _INT8_CONFIG
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def _save_tokenizer(folder: Path) -> None:
+    """A tokenizer of single words, for engines that insist on having one."""
+    words = {f"w{number}": number for number in range(VOCABULARY - 4)}
+    special = {
+        name: VOCABULARY - 4 + i for i, name in enumerate(("[UNK]", "[PAD]", "[CLS]", "[SEP]"))
+    }
+    model = tokenizers.models.WordLevel({**words, **special}, unk_token="[UNK]")
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(model),
+        unk_token="[UNK]",
+        pad_token="[PAD]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+    ).save_pretrained(folder)
 
 
 Change = Literal["ulps", "values"]
@@ -162,6 +147,16 @@ def perturb_checkpoint(
                 changed += count
         save_file(tensors, target / file.name, metadata=metadata)
     return changed
+
+
+def checkpoint_steps(folder: Path, family: str, **settings: Any) -> list[Path]:
+    """Four checkpoints, each a small change of the one before; ``settings`` as for the first."""
+    steps = [build_checkpoint(folder / "0", family, **settings)]
+    for number, fraction in enumerate((0.02, 0.3, 0.005), start=1):
+        target = folder / str(number)
+        perturb_checkpoint(steps[-1], target, fraction=fraction, seed=number, change="values")
+        steps.append(target)
+    return steps
 
 
 # (tensor, its bits as integers, generator) -> other bits for every element

@@ -18,6 +18,10 @@ from vllm_sparse_refit.errors import ConfigError
         {"timeout_s": -1},
         {"timeout_s": float("nan")},
         {"enabled": "yes"},
+        {"shadow_packed_layers": 1},
+        {"max_shadow_bytes": -1},
+        {"max_shadow_bytes": 1.5},
+        {"max_shadow_bytes": True},
     ],
 )
 def test_a_bad_worker_setting_is_named(settings: dict[str, Any]) -> None:

@@ -50,6 +50,10 @@ class WorkerConfig:
         queue_depth: Payloads received and not yet staged, at most.
         staging_threads: Threads that verify and decode payloads.
         timeout_s: Longest wait for payloads still under way when a transfer is prepared, in seconds.
+        shadow_packed_layers: Keep, in host memory, the weights of layers that vLLM packs after loading as
+            they were loaded, so that these layers can be updated. Without it such a model is refused.
+        max_shadow_bytes: Most host memory that this may take in one worker; a model that needs more is
+            refused. None sets no limit.
     """
 
     enabled: bool | None = None
@@ -61,6 +65,8 @@ class WorkerConfig:
     queue_depth: int = 8
     staging_threads: int = 2
     timeout_s: float = 300.0
+    shadow_packed_layers: bool = True
+    max_shadow_bytes: int | None = None
 
     def __post_init__(self) -> None:
         _require_positive(
@@ -74,6 +80,17 @@ class WorkerConfig:
         )
         if self.enabled is not None and not isinstance(self.enabled, bool):
             raise ConfigError(f"sparse_refit.enabled must be true or false, not {self.enabled!r}")
+        if not isinstance(self.shadow_packed_layers, bool):
+            raise ConfigError(
+                "sparse_refit.shadow_packed_layers must be true or false, not "
+                f"{self.shadow_packed_layers!r}"
+            )
+        limit = self.max_shadow_bytes
+        if limit is not None and (type(limit) is not int or limit < 0):
+            raise ConfigError(
+                "sparse_refit.max_shadow_bytes must be a whole number of 0 or more, or None, not "
+                f"{limit!r}"
+            )
 
     @classmethod
     def from_additional_config(cls, additional_config: object) -> Self:

@@ -6,10 +6,9 @@ user's: the RPC methods are attached to the wrapper around the worker, which vLL
 the worker inside it.
 """
 
-import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm_sparse_refit.config import PLUGIN_NAME, WorkerConfig, read_api_key
@@ -103,36 +102,27 @@ def _load_model(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
     config = enabled_config(worker.vllm_config)
     if config is None:
         return worker.load_model(*args, **kwargs)
-    with _watched_loading() as observer:
+    from vllm_sparse_refit.apply.loading import PostLoadObserver
+
+    observer = PostLoadObserver(
+        shadow=config.shadow_packed_layers, max_shadow_bytes=config.max_shadow_bytes
+    )
+    with observer.watch():
         result = worker.load_model(*args, **kwargs)
     _start_receiver(worker, config, observer)
     return result
 
 
 def _reload_weights(wrapper: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """vLLM's own reload, which must find the layers as they were loaded, and changes the version."""
-    from vllm_sparse_refit.apply.cpu_linear import unpacked_cpu_linear
+    """vLLM's own reload, which changes the version."""
     from vllm_sparse_refit.worker.extension import live_receiver
 
     worker = wrapper.worker
     receiver = live_receiver(worker)
     if receiver is None:
         return worker.reload_weights(*args, **kwargs)
-    try:
-        with unpacked_cpu_linear():
-            return worker.reload_weights(*args, **kwargs)
-    finally:
-        receiver.weights_were_replaced("reload_weights")
-
-
-@contextlib.contextmanager
-def _watched_loading() -> Iterator[Any]:
-    from vllm_sparse_refit.apply.cpu_linear import unpacked_cpu_linear
-    from vllm_sparse_refit.apply.processing import PostLoadObserver
-
-    observer = PostLoadObserver()
-    with unpacked_cpu_linear(), observer.watch():
-        yield observer
+    with receiver.weights_replaced("reload_weights"):
+        return worker.reload_weights(*args, **kwargs)
 
 
 def _start_receiver(worker: Any, config: WorkerConfig, observer: Any) -> None:
@@ -148,7 +138,7 @@ def _start_receiver(worker: Any, config: WorkerConfig, observer: Any) -> None:
         worker.model_runner,
         worker.device,
         limits=limits,
-        packed=observer.report(worker.model_runner.get_model()),
+        loaded=observer.report(worker.model_runner.get_model()),
     )
     receiver = Receiver(applier, config, limits, read_api_key(config.api_key_env_var))
     receiver.start()

@@ -443,7 +443,7 @@ def test_a_model_with_packed_layers_takes_no_update() -> None:
     packed = (PackedLayer("attention", "attribute 'absorbed' may hold a copy"),)
     model = toy.model(BF16, random_weights(toy, BF16, 1))
     before = state_bits(model)
-    applier = toy_applier(model, toy.info(BF16), packed=packed)
+    applier = toy_applier(model, toy.info(BF16), refused=packed)
     payload = payloads_of([_sparse("weight", torch.ones(5, 7, dtype=BF16), [0])])
     with pytest.raises(UnsupportedModelError, match="attention is packed"):
         applier.update_weights_from_decoded_sparse_payload(*payload)

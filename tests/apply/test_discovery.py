@@ -1,6 +1,7 @@
 """What discovery says about loaders of every kind, and that it changes nothing."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -167,6 +168,21 @@ def test_a_loader_that_lags_behind_is_probed_one_by_one() -> None:
 
 
 # --- loaders that are refused --------------------------------------------------------------------
+
+
+def _other_stages(model: ToyModel, weights: Weights) -> set[str]:
+    """Reports tensors of layers that this rank does not have, as DeepSeek's loader does."""
+    loaded = set()
+    for name, weight in weights:
+        if name == "a":
+            model.a.data.copy_(weight)
+        loaded.add(name)
+    return loaded
+
+
+def test_tensors_of_another_stage_are_skipped_though_they_are_reported() -> None:
+    found = _discover(_other_stages, {"a": (2, 3)}, {"a": (2, 3), "b": (2, 3)})
+    assert _kinds(found) == {"a": LoadKind.VIEW, "b": LoadKind.SKIP}
 
 
 def _claims(model: ToyModel, weights: Weights) -> set[str]:
@@ -390,7 +406,35 @@ def _applier(**options: object) -> ToyApplier:
 
 def test_a_model_whose_loading_was_not_observed_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="not observed"):
-        _applier(packed=None).discover_native_skips({})
+        _applier(loaded=None).discover_native_skips({})
+
+
+def test_expert_load_balancing_is_refused() -> None:
+    applier = _applier()
+    applier._model_runner.vllm_config.parallel_config.enable_eplb = True
+    with pytest.raises(UnsupportedModelError, match="enable_eplb"):
+        applier.discover_native_skips({})
+
+
+def test_online_quantization_is_refused_by_name() -> None:
+    applier = _applier()
+    layer = torch.nn.Module()
+    layer.quant_method = SimpleNamespace(uses_meta_device=True)
+    applier._model_runner.get_model().add_module("projection", layer)
+    with pytest.raises(UnsupportedModelError, match="layer projection is quantized while it loads"):
+        applier.discover_native_skips({})
+
+
+@pytest.mark.parametrize("model", [None, torch.nn.Linear(1, 1)])
+def test_a_drafter_without_a_model_is_no_draft_model(model: torch.nn.Module | None) -> None:
+    draft = SimpleNamespace(draft_model_config=SimpleNamespace(model="the-target"))
+    applier = _applier(draft=draft)
+    applier._model_runner.drafter = SimpleNamespace(model=model)
+    if model is None:
+        assert applier.discover_native_skips({}) == set()
+        return
+    with pytest.raises(UnsupportedModelError, match="the-target"):
+        applier.discover_native_skips({})
 
 
 def test_a_draft_model_is_refused() -> None:

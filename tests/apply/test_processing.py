@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_sparse_refit.apply.processing import PostLoadObserver, packed_layers
+from vllm_sparse_refit.apply.loading import PostLoadObserver
+from vllm_sparse_refit.apply.processing import packed_layers
 
 Process = Callable[[torch.nn.Module], None]
 
@@ -216,7 +217,6 @@ def _tie(model: Model) -> None:
 
 def _plain_values(model: Model) -> None:
     model.linear.block_size = 32
-    model.linear.fresh_limit = 2.0
     model.linear.label = "done"
     model.linear.processed = True
     model.linear.empty = torch.empty(0)
@@ -239,31 +239,32 @@ def test_what_follows_an_update_by_itself_is_not_packed(process: Process) -> Non
     assert _packed(process) == {}
 
 
-def test_a_changed_float_may_be_a_scale_computed_from_weights() -> None:
+@pytest.mark.parametrize("name", ["limit", "fresh_limit"])
+def test_a_changed_or_new_float_may_be_a_scale_computed_from_weights(name: str) -> None:
     def process(model: Model) -> None:
-        model.linear.limit = 0.5
+        setattr(model.linear, name, 0.5)
 
-    assert "limit" in _packed(process)["linear"]
+    assert name in _packed(process)["linear"]
 
 
 def test_an_observer_watches_vllms_loader(monkeypatch: pytest.MonkeyPatch) -> None:
     base_loader = pytest.importorskip("vllm.model_executor.model_loader.base_loader")
-    processed: list[tuple[torch.nn.Module, str]] = []
+    processed: list[str] = []
 
     def process(model: Model, config: str) -> None:
-        processed.append((model, config))
+        processed.append(config)
         _replace(model)
 
     monkeypatch.setattr(base_loader, "process_weights_after_loading", process)
-    observer, model = PostLoadObserver(), Model()
+    observer, model = PostLoadObserver(shadow=False), Model()
     with observer.watch():
         base_loader.process_weights_after_loading(model, "config")
     assert base_loader.process_weights_after_loading is process
-    assert processed == [(model, "config")]
+    assert processed == ["config"]
     report = observer.report(model)
     assert report is not None
-    assert [layer.module for layer in report] == ["linear"]
+    assert [layer.module for layer in report.refused] == ["linear"]
 
     wrapper = torch.nn.Sequential(model.embed)
-    assert observer.report(wrapper) == report
+    assert observer.report(wrapper) is report
     assert observer.report(Model()) is None

@@ -4,8 +4,8 @@ No vLLM: an applier needs of an engine only its model and a few configuration fi
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +15,8 @@ from vllm_sparse_refit.apply.applier import VllmSparseDeltaApplier
 from vllm_sparse_refit.apply.discovery import Discovery, TensorInfo
 from vllm_sparse_refit.apply.live_model import LiveModel
 from vllm_sparse_refit.apply.load_mode import LoadKind
+from vllm_sparse_refit.apply.loading import LoadedModel
+from vllm_sparse_refit.apply.shadow import PackedLayers
 from vllm_sparse_refit.codec.delta import SparseOperation, TensorDelta, make_delta
 from vllm_sparse_refit.codec.dtypes import bits_dtype, bits_view
 from vllm_sparse_refit.codec.payload import DecodeLimits, encode_payload
@@ -159,6 +161,25 @@ def _one_element(model: ToyModel, weights: Weights) -> None:
         getattr(model, name).data.fill_(weight.item())
 
 
+def _chunked(model: ToyModel, weights: Weights) -> None:
+    for _, weight in weights:  # up and gate in one, the other way round in the parameter
+        up, gate = weight.chunk(2, dim=0)
+        model.gate_up.data[:3].copy_(gate)
+        model.gate_up.data[3:].copy_(up)
+
+
+def _padded_by_cat(model: ToyModel, weights: Weights) -> None:
+    for _, weight in weights:
+        padding = torch.zeros(2, *weight.shape[1:], dtype=weight.dtype)
+        model.weight.data.copy_(torch.cat([weight, padding]))
+
+
+def _loaded_twice(model: ToyModel, weights: Weights) -> None:
+    for _, weight in weights:
+        model.first.data.copy_(weight)
+        model.second.data.copy_(weight.t())
+
+
 def _collecting(model: ToyModel, weights: Weights) -> None:
     collected = dict(weights)
     for name in sorted(collected, reverse=True):
@@ -255,6 +276,13 @@ TOYS = {
         {"scale": (1,), "bias": ()},
         _one_element,
         {"scale": _DENSE, "bias": _DENSE},
+    ),
+    "chunked": Toy({"up_gate": (6, 5)}, {"gate_up": (6, 5)}, _chunked, {"up_gate": _VIEW}),
+    "padded_by_cat": Toy(
+        {"weight": (4, 5)}, {"weight": (6, 5)}, _padded_by_cat, {"weight": _DENSE}
+    ),
+    "loaded_twice": Toy(
+        {"weight": (4, 5)}, {"first": (4, 5), "second": (5, 4)}, _loaded_twice, {"weight": _VIEW}
     ),
     "collecting": Toy(
         {"a": (4, 6), "b": (3, 5)},
@@ -389,7 +417,9 @@ def toy_runner(model: torch.nn.Module, *, tied: bool = False, draft: Any = None)
     text_config = SimpleNamespace(tie_word_embeddings=tied)
     hf_config = SimpleNamespace(get_text_config=lambda: text_config)
     config = SimpleNamespace(
-        model_config=SimpleNamespace(hf_config=hf_config), speculative_config=draft
+        model_config=SimpleNamespace(hf_config=hf_config, enforce_eager=True),
+        parallel_config=SimpleNamespace(enable_eplb=False),
+        speculative_config=draft,
     )
     return SimpleNamespace(get_model=lambda: model, vllm_config=config)
 
@@ -398,9 +428,12 @@ def toy_applier(
     model: torch.nn.Module, info: Mapping[str, TensorInfo] | None = None, **options: Any
 ) -> ToyApplier:
     """An applier for ``model``; with ``info`` it has discovered already."""
-    packed: Sequence[Any] | None = options.pop("packed", ())
+    unpacked = LoadedModel((), PackedLayers(model, (), lambda _: None))
+    loaded: LoadedModel | None = options.pop("loaded", unpacked)
+    if refused := options.pop("refused", ()):
+        loaded = replace(unpacked, refused=tuple(refused))
     applier = ToyApplier(
-        toy_runner(model, **options), torch.device("cpu"), limits=LIMITS, packed=packed
+        toy_runner(model, **options), torch.device("cpu"), limits=LIMITS, loaded=loaded
     )
     if info is not None:
         applier.discover_native_skips(info)

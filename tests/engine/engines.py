@@ -90,6 +90,14 @@ def generate(llm: Any, tokens: int = 6) -> list[Any]:
     ]
 
 
+def embed(llm: Any) -> list[list[float]]:
+    """The pooled outputs of an embedding model."""
+    return [
+        output.outputs.data.flatten().tolist()
+        for output in llm.encode(PROMPTS, pooling_task="embed", use_tqdm=False)
+    ]
+
+
 def _plain(step: Any) -> list[tuple[int, float]]:
     return [] if step is None else sorted((token, value.logprob) for token, value in step.items())
 
@@ -118,6 +126,6 @@ def state(llm: Any) -> tuple[list[dict[str, str]], list[Any]]:
 
 
 def fresh_state(folder: Path, **settings: Any) -> tuple[list[dict[str, str]], list[Any]]:
-    """The state of an engine started from ``folder`` just for this."""
-    with engine(folder, **settings) as llm:
+    """The state of a plain engine, without the plugin, started from ``folder`` just for this."""
+    with engine(folder, **{"plugins": None, **settings}) as llm:
         return state(llm)

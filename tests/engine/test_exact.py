@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoints import build_checkpoint, perturb_checkpoint
+from tests.checkpoints import build_checkpoint, checkpoint_steps, perturb_checkpoint
 from tests.engine.engines import checksums, engine, fresh_state, generate, state
 from vllm_sparse_refit import SyncConfig, WeightSynchronizer
 
@@ -14,16 +14,6 @@ pytestmark = pytest.mark.engine
 
 # Small chunks and payloads, so that even a small model takes several of each.
 SMALL = SyncConfig(chunk_elements=5_000, payload_bytes=4_096)
-
-
-def _steps(folder: Path, family: str, **settings: Any) -> list[Path]:
-    """Four checkpoints, each a small change of the one before."""
-    steps = [build_checkpoint(folder / "0", family, **settings)]
-    for number, fraction in enumerate((0.02, 0.3, 0.005), start=1):
-        target = folder / str(number)
-        perturb_checkpoint(steps[-1], target, fraction=fraction, seed=number, change="values")
-        steps.append(target)
-    return steps
 
 
 def _synced(steps: list[Path], **settings: Any) -> Any:
@@ -38,7 +28,7 @@ def _synced(steps: list[Path], **settings: Any) -> Any:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3", "gemma3", "gpt2"])
 def test_three_syncs_equal_a_fresh_engine(family: str, tmp_path: Path) -> None:
-    steps = _steps(tmp_path, family)
+    steps = checkpoint_steps(tmp_path, family)
     with engine(steps[0]) as llm:
         start = state(llm)
         sync = WeightSynchronizer.connect(llm, config=SMALL)
@@ -64,13 +54,13 @@ def test_three_syncs_equal_a_fresh_engine(family: str, tmp_path: Path) -> None:
 def test_other_dtypes_equal_a_fresh_engine(
     checkpoint_dtype: torch.dtype, engine_dtype: str, tmp_path: Path
 ) -> None:
-    steps = _steps(tmp_path, "llama", dtype=checkpoint_dtype)
+    steps = checkpoint_steps(tmp_path, "llama", dtype=checkpoint_dtype)
     synced = _synced(steps, dtype=engine_dtype)
     assert synced == fresh_state(steps[-1], dtype=engine_dtype)
 
 
 def test_dense_mla_equals_a_fresh_engine(tmp_path: Path) -> None:
-    steps = _steps(tmp_path, "deepseek_v2", first_k_dense_replace=2)
+    steps = checkpoint_steps(tmp_path, "deepseek_v2", first_k_dense_replace=2)
     assert _synced(steps) == fresh_state(steps[-1])
 
 
@@ -92,7 +82,7 @@ def test_nothing_changed_sends_nothing_and_every_element_changed_works(tmp_path:
 
 
 def test_compiled_engine_sees_new_weights(tmp_path: Path) -> None:
-    steps = _steps(tmp_path, "llama")
+    steps = checkpoint_steps(tmp_path, "llama")
     with engine(steps[0], enforce_eager=False) as llm:
         sync = WeightSynchronizer.connect(llm)
         sync.snapshot(steps[0])
@@ -104,12 +94,12 @@ def test_compiled_engine_sees_new_weights(tmp_path: Path) -> None:
 
 
 def test_worker_processes(tmp_path: Path) -> None:
-    steps = _steps(tmp_path, "qwen3")
+    steps = checkpoint_steps(tmp_path, "qwen3")
     assert _synced(steps, processes=True) == fresh_state(steps[-1])
 
 
 def test_tensor_parallel_two(tmp_path: Path) -> None:
-    steps = _steps(tmp_path, "qwen2", vocab_size=509)  # a vocabulary that needs padding
+    steps = checkpoint_steps(tmp_path, "qwen2", vocab_size=509)  # a vocabulary that needs padding
     two = {
         "tensor_parallel_size": 2,
         "processes": True,

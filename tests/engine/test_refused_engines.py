@@ -1,6 +1,7 @@
 """Engines that a synchronizer must not touch: layers it cannot update, and keys that do not match."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,16 +18,28 @@ from vllm_sparse_refit.errors import (
 pytestmark = pytest.mark.engine
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v2"])
-def test_a_model_with_packed_layers_is_refused_by_name(family: str, tmp_path: Path) -> None:
-    folder = build_checkpoint(tmp_path / family, family)
-    with engine(folder) as running:
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"shadow_packed_layers": False}, "w13_weight"),
+        ({"max_shadow_bytes": 1000}, r"\d{6} bytes.*max_shadow_bytes=1000"),
+    ],
+)
+def test_packed_layers_that_are_not_kept_are_refused_by_name(
+    settings: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    folder = build_checkpoint(tmp_path / "moe", "mixtral")
+    with engine(folder, additional_config={"sparse_refit": settings}) as running:
         unchanged = checksums(running)
         synchronizer = WeightSynchronizer.connect(running)
-        with pytest.raises(UnsupportedModelError, match=r"model\.layers\.1\.\S*experts"):
+        with pytest.raises(
+            UnsupportedModelError, match=r"model\.layers\.\d\.\S*experts.*" + reason
+        ):
             synchronizer.snapshot(folder)
         with pytest.raises(BaselineError):
             synchronizer.sync(folder)
+        (status,) = synchronizer.status()
+        assert (status["packed_layers"], status["shadow_bytes"]) == (0, 0)
         assert checksums(running) == unchanged
 
 

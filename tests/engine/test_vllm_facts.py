@@ -52,15 +52,17 @@ def test_processing_is_called_by_name_in_the_base_loader() -> None:
     assert "process_weights_after_loading(model, model_config, target_device)" in source
 
 
-def test_cpu_linear_layers_are_packed_by_one_function() -> None:
-    from vllm.model_executor.layers import linear, utils, vocab_parallel_embedding
+def test_processing_walks_the_named_modules() -> None:
+    from vllm.model_executor.model_loader import utils, weight_tying
 
-    signature = inspect.signature(utils.dispatch_cpu_unquantized_gemm)
-    assert list(signature.parameters) == ["layer", "remove_weight"]
-    for user in (linear, vocab_parallel_embedding):
-        # Imported where it is used, so replacing it in its module is enough.
-        assert not hasattr(user, "dispatch_cpu_unquantized_gemm")
-        assert "dispatch_cpu_unquantized_gemm(layer" in inspect.getsource(user)
+    source = inspect.getsource(utils.process_weights_after_loading)
+    # Two walks, quantization methods and attention; then the model's own hook. Nothing else of the model is
+    # used, so that a stand-in that lists some modules has only those processed.
+    assert source.count("in model.named_modules():") == 2
+    assert 'if hasattr(model, "process_weights_after_loading"):' in source
+    assert "word_embeddings_untied_by_checkpoint" in inspect.getsource(
+        weight_tying.maybe_retie_word_embeddings
+    )
 
 
 def test_lora_state_can_be_reset() -> None:

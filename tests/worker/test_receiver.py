@@ -56,7 +56,7 @@ class Rig:
         self.after = state_bits(TOY.model(BF16, self.new))
         self.fails: Exception | None = None
         self.model._loader = self._load
-        self.applier = toy_applier(self.model, packed=packed)
+        self.applier = toy_applier(self.model, refused=packed)
         settings = WorkerConfig(**{"timeout_s": 5.0, **config})
         self.receiver = Receiver(self.applier, settings, LIMITS, None)
         self.worker = Worker()

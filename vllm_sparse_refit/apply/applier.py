@@ -1,30 +1,38 @@
 """Canonical sparse updates through vLLM's own weight loaders."""
 
 import contextlib
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from vllm_sparse_refit.apply.delta_checks import (
+    DeltasByName,
+    check_aliases,
+    check_spans,
+    has_nan,
+    is_complete,
+)
 from vllm_sparse_refit.apply.discovery import Discovery, TensorInfo, discover
 from vllm_sparse_refit.apply.elementwise import (
     is_nan_marked,
-    loaded_value,
-    sentinel_bits,
-    unchanged_mask,
 )
+from vllm_sparse_refit.apply.engine_settings import check_engine, load_context, ties_output
 from vllm_sparse_refit.apply.live_model import LiveModel
-from vllm_sparse_refit.apply.load_mode import LoaderCopy, LoaderWeight, LoadKind
-from vllm_sparse_refit.apply.placement import place, place_run
-from vllm_sparse_refit.apply.processing import PackedLayer, storage_key
+from vllm_sparse_refit.apply.load_mode import LoadKind
+from vllm_sparse_refit.apply.loading import LoadedModel
+from vllm_sparse_refit.apply.placement import place
+from vllm_sparse_refit.apply.processing import PackedLayer
+from vllm_sparse_refit.apply.shadow import PackedLayers
+from vllm_sparse_refit.apply.sparse_writes import LoaderWriter, loader_weight, placed_write
+from vllm_sparse_refit.apply.storage import storage_key
 from vllm_sparse_refit.apply.writer import WeightWriter, Write, storage_bits
 from vllm_sparse_refit.codec.delta import SparseOperation, TensorDelta
 from vllm_sparse_refit.codec.dtypes import bits_dtype, bits_view, dtype_name
 from vllm_sparse_refit.codec.payload import DecodeLimits, decode_payload
+from vllm_sparse_refit.element_digest import box_digest
 from vllm_sparse_refit.errors import (
-    PayloadError,
     RefitError,
     TensorMismatchError,
     TransactionError,
@@ -35,8 +43,6 @@ from vllm_sparse_refit.errors import (
 DEFAULT_SAMPLES = 64
 
 Samples = Mapping[str, tuple[Sequence[int], Sequence[int]]]
-
-DeltasByName = Mapping[str, Sequence[TensorDelta]]
 
 
 class VllmSparseDeltaApplier:
@@ -49,8 +55,7 @@ class VllmSparseDeltaApplier:
         model_runner: vLLM's model runner; the model is reached through its ``get_model()``.
         device: where the model's parameters are.
         limits: bounds of payloads handed to :meth:`update_weights_from_decoded_sparse_payload`.
-        packed: the layers that post-load processing packed, or None when the loading was not
-            observed.
+        loaded: what was observed while the model loaded, or None when it was not observed.
         sample_limit: changed elements read back per write by :meth:`finish_sparse_delta_refit`.
     """
 
@@ -60,16 +65,18 @@ class VllmSparseDeltaApplier:
         device: torch.device,
         *,
         limits: DecodeLimits,
-        packed: Sequence[PackedLayer] | None,
+        loaded: LoadedModel | None,
         sample_limit: int = DEFAULT_SAMPLES,
     ) -> None:
         self._model_runner = model_runner
         self._device = device
-        self._packed = packed
+        self._loaded = loaded
         self.sample_limit = sample_limit
         self._limits = limits
         self._discovery: Discovery | None = None
         self._writer: WeightWriter | None = None
+        if loaded is not None:
+            loaded.layers.context = self._live_model().load_context
 
     # --- discovery --------------------------------------------------------------------------------
 
@@ -92,21 +99,21 @@ class VllmSparseDeltaApplier:
                 "discovery was asked for while an update waits to be finished or rolled back; "
                 "finish it first"
             )
-        if self._packed is None:
+        if self._loaded is None:
             raise UnsupportedModelError(
                 "the loading of this model was not observed, so packed layers cannot be told from "
                 "plain ones; load it with a load_format that goes through vLLM's base loader "
                 "(auto, safetensors, dummy)"
             )
-        if draft := _draft_model(self._model_runner):
-            raise UnsupportedModelError(
-                f"the engine runs a draft model ({draft}), whose weights would go stale; "
-                "start it without speculative decoding"
+        check_engine(self._model_runner)
+        live, layers = self._live_model(), self._layers
+        layers.check_usable()
+        layers.numbers_may_change = self._model_runner.vllm_config.model_config.enforce_eager
+        refused = [*self._loaded.refused, *(PackedLayer(*item) for item in layers.check().items())]
+        with layers.loader_state():
+            self._discovery = discover(
+                live, state_dict_info, refused, tied_output=ties_output(self._model_runner)
             )
-        live = self._live_model()
-        self._discovery = discover(
-            live, state_dict_info, self._packed, tied_output=_ties_output(self._model_runner)
-        )
         return set(self._discovery.names(LoadKind.SKIP))
 
     @property
@@ -150,10 +157,33 @@ class VllmSparseDeltaApplier:
                     different[name] = different.get(name, 0) + wrong
         return compared, different
 
+    def digests(self) -> dict[str, Any]:
+        """Digests of what this rank holds of every canonical tensor, for a comparison with the trainer's.
+
+        Returns:
+            ``{"boxes", "unlike", "unverified"}``: by canonical name, ``[offset, shape, strides, digest]`` for
+            each box of it (:func:`box_digest`); by module, why a packed layer in use is not what its
+            weights make; and the names of tensors that the loader casts or transforms, whose canonical
+            bits are not here.
+        """
+        boxes: dict[str, list[list[Any]]] = {}
+        for name in self.discovery.names(LoadKind.VIEW):
+            for copy in self.discovery.weights[name].copies:
+                assert copy.boxes is not None
+                box = copy.boxes.source
+                digest = box_digest(bits_view(copy.target), box.offset, box.shape, box.strides)
+                entry = [box.offset, list(box.shape), list(box.strides), digest]
+                boxes.setdefault(name, []).append(entry)
+        unverified = self.discovery.names(LoadKind.TRANSFORM, LoadKind.DENSE)
+        return {"boxes": boxes, "unlike": self._layers.unlike(), "unverified": unverified}
+
+    @property
+    def _layers(self) -> PackedLayers:
+        assert self._loaded is not None
+        return self._loaded.layers
+
     def _live_model(self) -> LiveModel:
-        return LiveModel(
-            self._model_runner.get_model(), lambda: _vllm_load_context(self._model_runner)
-        )
+        return LiveModel(self._model_runner.get_model(), lambda: load_context(self._model_runner))
 
     # --- checks, before anything is written -------------------------------------------------------
 
@@ -211,23 +241,24 @@ class VllmSparseDeltaApplier:
             TransactionError: a parameter has moved since discovery.
         """
         self.check_model()
-        self._check_not_moved(self._live_model())
+        with self._layers.loader_state():
+            self._check_not_moved(self._live_model())
         for name, parts in deltas.items():
-            _check_spans(name, parts)
+            check_spans(name, parts)
             if self.discovery.weights[name].kind in (LoadKind.DENSE, LoadKind.TRANSFORM):
                 self._check_overwrite(name, parts)
         for group in self.discovery.aliases:
-            _check_aliases(group, deltas)
+            check_aliases(group, deltas)
 
     def _check_overwrite(self, name: str, parts: Sequence[TensorDelta]) -> None:
-        if _is_complete(parts):
+        if is_complete(parts):
             return
         if self.discovery.weights[name].kind is LoadKind.DENSE:
             raise UnsupportedModelError(
                 f"{name}: the model's loader mixes its elements, so all of them must be sent "
                 "together"
             )
-        if is_nan_marked(parts[0].dtype) and any(_has_nan(part) for part in parts):
+        if is_nan_marked(parts[0].dtype) and any(has_nan(part) for part in parts):
             raise UnsupportedModelError(
                 f"{name}: a sparse update holds a NaN, which the model's loader could not tell "
                 "from an unchanged element; send all elements of the tensor"
@@ -248,20 +279,28 @@ class VllmSparseDeltaApplier:
         # In the order of discovery, not of arrival: what was seen then is what the loader does now.
         names = [n for n in self.discovery.weights if n in deltas and n not in redundant]
         earlier, writer = self._writer, self._writer or WeightWriter(self.sample_limit)
-        mark = writer.mark()
+        mark, swaps = writer.mark(), self._layers.mark()
         # Before anything is written, so that an interrupt cannot lose the way back.
         self._writer = writer
         try:
-            self._load(names, deltas, writer)
+            with self._layers.loader_state():
+                self._load(names, deltas, writer)
+            self._layers.reprocess(self._written(names), writer)
         except BaseException as error:
             writer.roll_back(mark)
+            self._layers.undo(swaps)
             self.synchronize_device()
             self._writer = earlier
             if isinstance(error, RefitError) or not isinstance(error, Exception):
                 raise
             raise TransactionError(
-                f"the model's loader raised {type(error).__name__}: {error}; nothing was changed"
+                f"the model's loader or its post-load processing raised {type(error).__name__}: {error}; "
+                "nothing was changed"
             ) from error
+
+    def _written(self, names: Sequence[str]) -> set[int]:
+        """The storages that the tensors ``names`` go to."""
+        return {storage_key(c.target) for n in names for c in self.discovery.weights[n].copies}
 
     def _load(self, names: Sequence[str], deltas: DeltasByName, writer: WeightWriter) -> None:
         """Write plain copies where discovery saw them go, and everything else through the loader."""
@@ -270,12 +309,12 @@ class VllmSparseDeltaApplier:
         for name in names:
             weight = self.discovery.weights[name]
             if weight.kind is LoadKind.VIEW:
-                writes += (_write(c, delta) for c in weight.copies for delta in deltas[name])
+                writes += (placed_write(c, delta) for c in weight.copies for delta in deltas[name])
             else:
                 transformed.append(name)
         writer.write(writes)
         if transformed:
-            self._load_natively(live, transformed, deltas, _SparseWriter(writer))
+            self._load_natively(live, transformed, deltas, LoaderWriter(writer))
 
     def _check_not_moved(self, live: LiveModel) -> None:
         storages = live.watched_storages()
@@ -288,15 +327,15 @@ class VllmSparseDeltaApplier:
                 )
 
     def _load_natively(
-        self, live: LiveModel, names: Sequence[str], deltas: DeltasByName, sink: "_SparseWriter"
+        self, live: LiveModel, names: Sequence[str], deltas: DeltasByName, sink: "LoaderWriter"
     ) -> None:
         changed: list[str] = []
         with live.guarded(changed):
             if self.discovery.streaming:
-                live.load((_loader_weight(self.discovery, n, deltas[n]) for n in names), sink)
+                live.load((loader_weight(self.discovery, n, deltas[n]) for n in names), sink)
             else:
                 for name in names:
-                    live.load([_loader_weight(self.discovery, name, deltas[name])], sink)
+                    live.load([loader_weight(self.discovery, name, deltas[name])], sink)
         if changed:
             raise UnsupportedModelError(
                 f"the model's loader replaced {', '.join(changed[:3])}, which it did not do at "
@@ -309,6 +348,51 @@ class VllmSparseDeltaApplier:
                     f"{name}: the model's loader made {seen} copies, but {expected} at discovery; "
                     "nothing was changed"
                 )
+
+    @contextlib.contextmanager
+    def weights_replaced(self, by: str) -> Iterator[None]:
+        """Follow ``by``, by which vLLM replaces the model's weights while the context is open.
+
+        What this worker keeps of packed layers follows, or they are refused at the next discovery.
+        """
+        if self._loaded is None:
+            yield
+            return
+        with self._layers.replaced(by):
+            yield
+
+    def status(self) -> dict[str, Any]:
+        """The packed layers that are kept as they were loaded, and the routes of the latest discovery.
+
+        Returns:
+            ``{"packed_layers", "shadow_bytes", "routes"}``: how many layers, the host memory that they
+            take, and :meth:`routes`, None before discovery.
+        """
+        layers = None if self._loaded is None else self._layers
+        return {
+            "packed_layers": 0 if layers is None else len(layers),
+            "shadow_bytes": 0 if layers is None else layers.nbytes,
+            "routes": None if self._discovery is None else self.routes(),
+        }
+
+    def routes(self) -> dict[str, int]:
+        """How many canonical tensors go which way into this rank's model, as discovery found.
+
+        Returns:
+            ``{"placement", "native", "shadow", "skipped", "unsupported"}``: written where they were seen to
+            go, through the model's loader, either of these into layers that are processed again
+            afterwards, not at all, and refused.
+        """
+        names = {LoadKind.VIEW: "placement", LoadKind.SKIP: "skipped"}
+        names[LoadKind.UNSUPPORTED] = "unsupported"
+        counts = dict.fromkeys(("placement", "native", "shadow", "skipped", "unsupported"), 0)
+        sources = self._layers.sources()
+        for weight in self.discovery.weights.values():
+            route = names.get(weight.kind, "native")
+            if any(storage_key(copy.target) in sources for copy in weight.copies):
+                route = "shadow"
+            counts[route] += 1
+        return counts
 
     def reset_adapters(self) -> None:
         """Drop LoRA state that was derived from the base weights, as vLLM's own reload does."""
@@ -349,12 +433,14 @@ class VllmSparseDeltaApplier:
         """Keep the applied update for good: the undo log is dropped."""
         if self._writer is not None:
             self._writer.release()
+            self._layers.release()
             self._writer = None
 
     def roll_back(self) -> None:
         """Take all applied, unreleased updates back, bit for bit; harmless when there is none."""
         if self._writer is not None:
             self._writer.roll_back()
+            self._layers.undo()
             self.synchronize_device()
             self._writer = None
 
@@ -382,147 +468,3 @@ class VllmSparseDeltaApplier:
         self.check_transfer(staged)
         self.apply(staged)
         return {"tensors": len(staged), "changed_elements": changed}
-
-
-# --- the sparse part of a loader's copies ---------------------------------------------------------
-
-
-class _SparseWriter:
-    """Writes, of every copy the native loader makes, only the elements that a delta changes."""
-
-    def __init__(self, writer: WeightWriter) -> None:
-        self._writer = writer
-        self.copies: dict[str, int] = {}
-
-    def copy(self, weight: LoaderWeight, copy: LoaderCopy) -> None:
-        """Write what the loader made of a source that holds the changed elements."""
-        self.copies[weight.name] = self.copies.get(weight.name, 0) + 1
-        value = loaded_value(copy)
-        if weight.sentinel is None:
-            written = torch.ones(value.shape, dtype=torch.bool)
-        else:
-            written = ~unchanged_mask(value, weight.source.dtype, weight.sentinel)
-        coordinates = torch.nonzero(written)
-        positions = torch.full((coordinates.shape[0],), copy.target_box.offset, dtype=torch.int64)
-        for axis, stride in enumerate(copy.target_box.strides):
-            positions.add_(coordinates[:, axis], alpha=stride)
-        if weight.kind is LoadKind.DENSE and self.copies[weight.name] > 1:
-            # Copies of one tensor may overlap, and the last one counts.
-            self._writer.supersede(copy.target, positions)
-        self._writer.overwrite(copy.target, positions, bits_view(value)[written])
-
-
-def _write(copy: LoaderCopy, delta: TensorDelta) -> Write:
-    """The write that brings a delta through a plain copy, at a cost that grows with what it changes."""
-    assert copy.boxes is not None
-    storage = storage_bits(copy.target)
-    run = place_run(copy.boxes, delta.locations)
-    if run is None:
-        selected, positions = place(copy.boxes, delta.locations)
-        return Write(storage, delta.operation, positions, delta.values[selected])
-    values = delta.values[run.selected]
-    return Write(storage, delta.operation, run.locations, values, run.stride, run.shift)
-
-
-def _loader_weight(discovery: Discovery, name: str, parts: Sequence[TensorDelta]) -> LoaderWeight:
-    """A source that holds the changed elements, and the mark of an unchanged one elsewhere."""
-    weight = discovery.weights[name]
-    source = torch.empty(weight.shape, dtype=weight.dtype)
-    sentinel = None
-    bits = bits_view(source).reshape(-1)
-    if not _is_complete(parts):
-        sentinel = sentinel_bits(weight.dtype, torch.cat([part.values for part in parts]))
-        if sentinel is None:
-            raise UnsupportedModelError(
-                f"{name}: a sparse update uses all bit patterns of {dtype_name(weight.dtype)}, so "
-                "none is left to mark unchanged elements; send all elements of the tensor"
-            )
-        bits.fill_(sentinel)
-    for part in parts:
-        bits[_index(part.locations)] = part.values
-    return LoaderWeight(name, source, weight.kind, sentinel)
-
-
-def _index(locations: torch.Tensor | range) -> Any:
-    if isinstance(locations, range):
-        return slice(locations.start, locations.stop)
-    return locations.to(torch.int64)
-
-
-# --- checks on deltas -----------------------------------------------------------------------------
-
-
-def _check_spans(name: str, parts: Sequence[TensorDelta]) -> None:
-    ordered = sorted(parts, key=lambda part: part.begin)
-    for first, second in itertools.pairwise(ordered):
-        if second.begin < first.end:
-            raise PayloadError(
-                f"{name}: elements {second.begin} to {min(first.end, second.end) - 1} are sent "
-                "twice in one transfer; each producer must send its own part of a tensor"
-            )
-    if len({part.operation for part in parts}) > 1:
-        raise PayloadError(f"{name}: one transfer mixes operations for this tensor")
-
-
-def _is_complete(parts: Sequence[TensorDelta]) -> bool:
-    numel = 1
-    for size in parts[0].shape:
-        numel *= size
-    return sum(len(part.locations) for part in parts) == numel
-
-
-def _has_nan(part: TensorDelta) -> bool:
-    return bool(part.values.view(part.dtype).isnan().any())
-
-
-def _check_aliases(group: tuple[str, ...], deltas: DeltasByName) -> None:
-    first = _joined(deltas.get(group[0], ()))
-    for name in group[1:]:
-        other = _joined(deltas.get(name, ()))
-        if first[0] != other[0] or not all(map(torch.equal, first[1:], other[1:])):
-            raise UnsupportedModelError(
-                f"{group[0]} and {name} are one parameter in this engine, but the update gives "
-                "them different values; start the engine from a checkpoint in which they differ"
-            )
-
-
-def _joined(
-    parts: Sequence[TensorDelta],
-) -> tuple[SparseOperation | None, torch.Tensor, torch.Tensor]:
-    if not parts:
-        return None, torch.empty(0), torch.empty(0)
-    ordered = sorted(parts, key=lambda part: part.begin)
-    locations = [
-        torch.arange(p.locations.start, p.locations.stop)
-        if isinstance(p.locations, range)
-        else p.locations.to(torch.int64)
-        for p in ordered
-    ]
-    return ordered[0].operation, torch.cat(locations), torch.cat([p.values for p in ordered])
-
-
-# --- vLLM -----------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _vllm_load_context(model_runner: Any) -> Iterator[None]:
-    """The context in which vLLM loads a checkpoint: current config and default dtype."""
-    from vllm.config import set_current_vllm_config
-    from vllm.utils.torch_utils import set_default_torch_dtype
-
-    config = model_runner.vllm_config
-    with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype):
-        yield
-
-
-def _ties_output(model_runner: Any) -> bool:
-    config = model_runner.vllm_config.model_config.hf_config.get_text_config()
-    return bool(getattr(config, "tie_word_embeddings", False))
-
-
-def _draft_model(model_runner: Any) -> str | None:
-    """The draft model's name if the worker has one with weights of its own."""
-    config = model_runner.vllm_config.speculative_config
-    if config is None or getattr(config, "draft_model_config", None) is None:
-        return None
-    return str(config.draft_model_config.model)

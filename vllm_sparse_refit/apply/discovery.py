@@ -14,7 +14,8 @@ from vllm_sparse_refit.apply.elementwise import is_elementwise, load_test_values
 from vllm_sparse_refit.apply.live_model import LiveModel
 from vllm_sparse_refit.apply.load_mode import LoaderCopy, LoaderWeight, LoadKind
 from vllm_sparse_refit.apply.placement import Box, boxes_overlap
-from vllm_sparse_refit.apply.processing import PackedLayer, storage_key
+from vllm_sparse_refit.apply.processing import PackedLayer
+from vllm_sparse_refit.apply.storage import storage_key
 from vllm_sparse_refit.codec.dtypes import bits_view
 from vllm_sparse_refit.errors import RefitError
 
@@ -217,7 +218,9 @@ def _observe_one(live: LiveModel, name: str, info: TensorInfo, used: bool = Fals
         error = f"the model's loader replaces {', '.join(changed[:3])} instead of copying into it"
     copies = tuple(recorder.copies.get(name, ()))
     if not copies and not error:
-        error = _why_no_skip(bool(loaded), used or name in recorder.used_names())
+        # A loader may report parameters of another pipeline stage, which this rank does not have.
+        claimed = any(owned.full_name in (loaded or ()) for owned in live.tensors())
+        error = _why_no_skip(claimed, used or name in recorder.used_names())
     return _Probe(copies, error)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from vllm_sparse_refit.apply.load_mode import CopySink, LoaderWeight, _SparseWeightLoadMode
-from vllm_sparse_refit.apply.processing import ViewKey, storage_key, view_key
+from vllm_sparse_refit.apply.storage import ViewKey, storage_key, view_key
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class LiveModel:
         load_context: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.model = model
-        self._load_context = load_context
+        self.load_context = load_context
 
     def tensors(self) -> Iterator[OwnedTensor]:
         """Every tensor that a module holds, shared ones once for each holder."""
@@ -80,7 +80,7 @@ class LiveModel:
                 yield weight.name, weight.source
 
         load_weights: Any = self.model.load_weights
-        with self._load_context(), torch.no_grad(), mode:
+        with self.load_context(), torch.no_grad(), mode:
             loaded = load_weights(stream())
         mode.finish()
         return None if loaded is None else set(loaded)

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_sparse_refit.apply.placement import Box, BoxCopy
-from vllm_sparse_refit.apply.processing import storage_key
+from vllm_sparse_refit.apply.storage import storage_key
 from vllm_sparse_refit.errors import UnsupportedModelError
 
 aten = torch.ops.aten

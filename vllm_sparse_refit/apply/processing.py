@@ -9,43 +9,26 @@ do not tell, so the bits, storages and attributes of every module are compared b
 import functools
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
-from unittest import mock
 
 import torch
-import xxhash
 
-from vllm_sparse_refit.codec.dtypes import bits_view
-
-_CHUNK = 1 << 24
-
-ViewKey = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]
-
-
-def storage_key(tensor: torch.Tensor) -> int:
-    """Identifies the storage that ``tensor`` views, as long as that storage lives."""
-    return tensor.untyped_storage().data_ptr()
-
-
-def view_key(tensor: torch.Tensor) -> ViewKey:
-    """Identifies exactly the elements that ``tensor`` views, as long as its storage lives."""
-    return (
-        storage_key(tensor),
-        int(tensor.storage_offset()),
-        tuple(tensor.shape),
-        tuple(tensor.stride()),
-        tensor.dtype,
-    )
+from vllm_sparse_refit.apply.slots import helpers
+from vllm_sparse_refit.apply.storage import ViewKey, storage_key, tensor_digest, view_key
 
 
 @dataclass(frozen=True)
 class PackedLayer:
-    """A module whose runtime state is no longer what its native loader writes."""
+    """A module whose runtime state is no longer what its native loader writes.
+
+    Attributes:
+        changes: what of it changed, as registry (``"parameter"``, ``"buffer"``, ``"attribute"``, or the
+            name of a helper object) and name.
+    """
 
     module: str
     reason: str
+    changes: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -69,46 +52,6 @@ class _ModuleState:
     parameters: Mapping[str, _TensorState]
     buffers: Mapping[str, _TensorState]
     attributes: Mapping[str, _Attribute]
-
-
-class PostLoadObserver:
-    """Collects, for each model loaded while it watches, the layers that processing packed.
-
-    One owner: the worker that loads the model. Not thread-safe.
-    """
-
-    def __init__(self) -> None:
-        self._reports: list[tuple[torch.nn.Module, tuple[PackedLayer, ...]]] = []
-
-    def report(self, model: torch.nn.Module) -> tuple[PackedLayer, ...] | None:
-        """The packed layers of ``model``, or None when its loading was not observed.
-
-        ``model`` may be a wrapper put around the observed module after loading (LoRA, a graph
-        wrapper); the report is found through the parameters they share.
-        """
-        for observed, packed in self._reports:
-            if observed is model:
-                return packed
-        parameters = {id(p) for p in model.parameters()}
-        for observed, packed in self._reports:
-            if any(id(p) in parameters for p in observed.parameters()):
-                return packed
-        return None
-
-    @contextmanager
-    def watch(self) -> Iterator[None]:
-        """Observe every model that vLLM's base loader processes while the context is open."""
-        from vllm.model_executor.model_loader import base_loader
-
-        # The loader calls the function as a name in its own module.
-        process = base_loader.process_weights_after_loading
-
-        def observed(model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-            packed = packed_layers(model, lambda: process(model, *args, **kwargs))
-            self._reports.append((model, packed))
-
-        with mock.patch.object(base_loader, "process_weights_after_loading", observed):
-            yield
 
 
 def packed_layers(model: torch.nn.Module, process: Callable[[], object]) -> tuple[PackedLayer, ...]:
@@ -154,35 +97,15 @@ _CONTAINERS = (Mapping, list, tuple, set, frozenset)
 def _attributes(module: torch.nn.Module) -> Iterator[tuple[str, object]]:
     """The attributes of ``module``, and of its helper objects, that could hold weight data.
 
-    A helper object is any plain object that the module has: a quant method, a scheme, an attention
-    backend. Its attributes are named ``helper.attribute``.
+    Those of a helper object are named ``helper.attribute``.
     """
     for name, value in vars(module).items():
-        if name in _MODULE_INTERNALS or isinstance(value, torch.nn.Module):
-            continue
-        yield name, value
-        if _is_helper(value):
-            for inner, held in vars(value).items():
-                if not isinstance(held, torch.nn.Module):
-                    yield f"{name}.{inner}", held
-
-
-def _is_helper(value: object) -> bool:
-    return hasattr(value, "__dict__") and not isinstance(
-        value, _PLAIN | torch.Tensor | types.FunctionType | functools.partial
-    )
-
-
-def tensor_digest(tensor: torch.Tensor) -> bytes:
-    """xxh3-128 over the bits of ``tensor`` in row-major order, read chunk by chunk."""
-    digest = xxhash.xxh3_128()
-    if tensor.is_meta or tensor.numel() == 0:
-        return digest.digest()
-    flat = bits_view(tensor.detach()).reshape(-1)
-    for start in range(0, flat.numel(), _CHUNK):
-        chunk: Any = flat[start : start + _CHUNK].cpu().numpy()
-        digest.update(chunk)
-    return digest.digest()
+        if name not in _MODULE_INTERNALS and not isinstance(value, torch.nn.Module):
+            yield name, value
+    for path, helper in helpers(module):
+        for inner, held in vars(helper).items():
+            if not isinstance(held, torch.nn.Module):
+                yield f"{path}.{inner}", held
 
 
 def _packed_layers(
@@ -200,24 +123,27 @@ def _packed_layers(
     for name, module in model.named_modules():
         if name not in before:
             yield PackedLayer(name, "the module appeared during post-load processing")
-        elif reason := _first_change(before[name], after[name], module, kept_storages):
-            yield PackedLayer(name, reason)
+        elif changes := list(_changes(before[name], after[name], module, kept_storages)):
+            yield PackedLayer(name, changes[0][1], tuple(place for place, _ in changes))
 
 
-def _first_change(
+def _changes(
     before: _ModuleState, after: _ModuleState, module: torch.nn.Module, kept: set[int]
-) -> str | None:
+) -> Iterator[tuple[tuple[str, str], str]]:
     for kind, old, new in (
         ("parameter", before.parameters, after.parameters),
         ("buffer", before.buffers, after.buffers),
     ):
         for name in sorted(old.keys() | new.keys()):
             if change := _tensor_change(old.get(name), new.get(name), kept):
-                return f"{kind} {name!r} was {change} by post-load processing"
+                yield (kind, name), f"{kind} {name!r} was {change} by post-load processing"
     for name, value in _attributes(module):
         if _attribute_holds_copy(before.attributes.get(name, _ABSENT), value, kept):
-            return f"attribute {name!r} may hold a copy of weights made by post-load processing"
-    return None
+            helper, _, inner = name.rpartition(".")
+            yield (
+                (helper or "attribute", inner),
+                f"attribute {name!r} may hold a copy of weights made by post-load processing",
+            )
 
 
 def _tensor_change(
@@ -252,7 +178,8 @@ def _attribute_holds_copy(old: _Attribute, value: object, kept: set[int]) -> boo
     if value is old.value:
         return False
     if isinstance(value, float):
-        return isinstance(old.value, float) and old.value != value
+        # Also one that is new: a scale computed from weights.
+        return not isinstance(old.value, float) or old.value != value
     return _may_hold_tensors(value, kept, depth=3)
 
 

@@ -293,6 +293,14 @@ class DeltaCompressionTracker:
         one, two = self._usable()[name], self._usable()[other]
         return one.dtype == two.dtype and torch.equal(one.bits, two.bits)
 
+    def bits_of(self, name: str) -> torch.Tensor:
+        """The bits of one tensor of the baseline, 1-D, CPU; not to be written to.
+
+        Raises:
+            BaselineError: there is no baseline.
+        """
+        return self._usable()[name].bits
+
     def samples(self, per_tensor: int) -> dict[str, tuple[list[int], list[int]]]:
         """Evenly spread flat positions of every tensor, ascending, and the bits there.
 

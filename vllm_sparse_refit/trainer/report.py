@@ -54,6 +54,35 @@ class SyncReport:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class VerificationReport:
+    """What a comparison of every element with the engines found.
+
+    Attributes:
+        elements: compared; those that several workers hold count for each.
+        different: by canonical tensor or packed layer, which workers hold something else.
+        unverified: tensors that an engine's loader casts or transforms, so that no worker holds their bits.
+    """
+
+    elements: int
+    different: dict[str, tuple[str, ...]]
+    unverified: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing differs."""
+        return not self.different
+
+    def __str__(self) -> str:
+        left_out = f", {len(self.unverified)} tensors not comparable" if self.unverified else ""
+        if self.ok:
+            return f"{self.elements:,} elements compared, all equal{left_out}"
+        named = ", ".join(f"{n} ({', '.join(w)})" for n, w in list(self.different.items())[:5])
+        return (
+            f"{self.elements:,} elements compared, {len(self.different)} differ: {named}{left_out}"
+        )
+
+
 def _size(count: float) -> str:
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:

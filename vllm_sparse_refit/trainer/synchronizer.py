@@ -21,9 +21,10 @@ from vllm_sparse_refit.errors import (
 from vllm_sparse_refit.trainer.baseline import DeltaCompressionTracker
 from vllm_sparse_refit.trainer.engine import LocalEngine
 from vllm_sparse_refit.trainer.exported import NamedTensor
-from vllm_sparse_refit.trainer.report import SyncReport
+from vllm_sparse_refit.trainer.report import SyncReport, VerificationReport
 from vllm_sparse_refit.trainer.routing import join_discoveries
 from vllm_sparse_refit.trainer.stream import stream_sparse_delta_payloads_via_zmq
+from vllm_sparse_refit.trainer.verification import compare_digests
 from vllm_sparse_refit.trainer.weights import named_weights
 from vllm_sparse_refit.weight_version import WeightVersion
 
@@ -180,6 +181,27 @@ class WeightSynchronizer:
                 continue
             cast = self._dtype is not None and tensor.is_floating_point()
             yield name, tensor.to(self._dtype) if cast else tensor
+
+    def verify(self) -> VerificationReport:
+        """Compare every element that the engines should hold with what they hold, by digests.
+
+        Reads all weights, here and in the engines, and changes nothing. Packed layers are processed again
+        and compared with what is in use.
+
+        Raises:
+            BaselineError: there was no snapshot.
+            EngineStateError: wrong thread, or an engine is broken.
+        """
+        if self._version is None:
+            raise BaselineError(
+                "nothing is known about the weights that the engines hold; call snapshot() before verify()"
+            )
+        replies = (
+            (f"{engine.name}, rank {reply['rank']}", reply)
+            for engine in self._engines
+            for reply in engine.call("sparse_refit_digests")
+        )
+        return compare_digests(self._tracker, replies)
 
     # --- sync ----------------------------------------------------------------------------------------
 

@@ -97,6 +97,11 @@ class SparseRefitWorkerExtension:
         return _receiver(self).compare(samples)
 
     @_rpc
+    def sparse_refit_digests(self) -> Reply:
+        """Digests of what this rank holds of every canonical tensor."""
+        return _receiver(self).digests()
+
+    @_rpc
     def sparse_refit_adopt(self, label: str, digest: str) -> Reply:
         """Take this weight version; for workers that were found to hold equal weights."""
         return _receiver(self).adopt(label, digest)

@@ -1,9 +1,10 @@
 """A worker's side of a transfer: server threads stage payloads, a commit writes the weights."""
 
+import contextlib
 import enum
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,13 @@ class Receiver:
         """Open the server. Called once, when the model is loaded."""
         self.address = self._server.start()
         logger.info("this worker receives weight updates at %s", self.address)
+        if (kept := self._applier.status())["packed_layers"]:
+            logger.info(
+                "%d packed layers are kept as they were loaded, in %.1f MiB of host memory, so that they can "
+                "be updated; shadow_packed_layers and max_shadow_bytes limit this",
+                kept["packed_layers"],
+                kept["shadow_bytes"] / (1 << 20),
+            )
 
     def close(self) -> None:
         """End the server thread; harmless when repeated."""
@@ -150,6 +158,7 @@ class Receiver:
                 "transfer_id": transfer.transfer_id if transfer else None,
                 "staged_bytes": transfer.staged_bytes if transfer else 0,
                 "last_error": self._last_error,
+                **self._applier.status(),
                 "server": self._server.status(),
             }
 
@@ -175,6 +184,11 @@ class Receiver:
         self._require(State.IDLE)
         compared, different = self._applier.differing_samples(samples)
         return {"compared": compared, "different": different}
+
+    def digests(self) -> dict[str, Any]:
+        """See :meth:`VllmSparseDeltaApplier.digests`."""
+        self._require(State.IDLE)
+        return self._applier.digests()
 
     def adopt(self, label: str, digest: str) -> dict[str, Any]:
         """Take a version that the trainer gives to all workers, which it found to hold equal weights."""
@@ -346,18 +360,33 @@ class Receiver:
                 self._transfer.checksums[0, len(self._transfer.checksums)] = checksum_hex(body)
         return result
 
-    def weights_were_replaced(self, by: str) -> None:
-        """Note that something else wrote the weights: an open transfer ends, the version is another.
+    @contextlib.contextmanager
+    def weights_replaced(self, by: str) -> Iterator[None]:
+        """Follow ``by``, which writes the weights meanwhile: a transfer ends, the version is another.
 
         The next sync is refused until the trainer takes a snapshot again. Every rank comes to the same
         version, since all of them did the same.
         """
+        self._give_up_undo()
+        try:
+            with self._applier.weights_replaced(by):
+                yield
+        finally:
+            self._note_replaced(by)
+
+    def _give_up_undo(self) -> None:
+        """Forget how to take a transfer back, before the weights that it changed are replaced."""
+        with self._lock:
+            transfer = self._transfer
+        if transfer is not None:
+            self._applier.release()
+
+    def _note_replaced(self, by: str) -> None:
         with self._lock:
             transfer, version = self._transfer, self._version.following(by, [by])
             if transfer is None:
                 self._version = version
         if transfer is not None:
-            self._applier.release()
             self._end(transfer, version)
         logger.info("%s replaced the weights, now at version %s", by, version)
 

@@ -1,0 +1,46 @@
+"""Digests of boxes: of position and bits, in any order, of any strides."""
+
+import pytest
+import torch
+
+from vllm_sparse_refit import element_digest
+from vllm_sparse_refit.element_digest import box_digest
+
+
+def _digest(bits: torch.Tensor) -> str:
+    return box_digest(bits, int(bits.storage_offset()), bits.shape, bits.stride())
+
+
+def _sum(*digests: str) -> str:
+    lanes = [sum(int(d[i : i + 16], 16) for d in digests) % (1 << 64) for i in (0, 16)]
+    return "".join(f"{lane:016x}" for lane in lanes)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
+def test_parts_add_up_to_the_whole(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    bits = torch.randint(0, 100, (6, 10), dtype=dtype)
+    whole = _digest(bits)
+    parts = [bits[:, :3], bits[:2, 3:], bits[2:, 3:].t(), bits[0:0]]
+    assert _sum(*map(_digest, parts)) == whole
+    monkeypatch.setattr(element_digest, "_CHUNK", 7)
+    assert _sum(*map(_digest, parts)) == _digest(bits) == whole
+
+
+def test_position_and_bits_count() -> None:
+    bits = torch.arange(24, dtype=torch.int16).reshape(4, 6)
+    digest = _digest(bits)
+    for change in ((0, 0), (3, 5)):
+        other = bits.clone()
+        other[change] ^= 1
+        assert _digest(other) != digest
+    swapped = bits.clone()
+    swapped[0, 0], swapped[0, 1] = bits[0, 1], bits[0, 0]
+    assert _digest(swapped) != digest
+    assert box_digest(bits, 1, bits.shape, bits.stride()) != digest
+    assert _digest(torch.tensor(5)) != _digest(torch.tensor(6))
+
+
+def test_a_digest_is_pinned() -> None:
+    assert _digest(torch.tensor([1, -2, 3], dtype=torch.int16)) == (
+        "76257244ed62e18ddab471cc33342b0d"
+    )
