@@ -35,6 +35,15 @@ def _require_positive(owner: object, *names: str) -> None:
             )
 
 
+def _require_counts(owner: object, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ConfigError(
+                f"{type(owner).__name__}.{name} must be a whole number of 0 or more, not {value!r}"
+            )
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorkerConfig:
     """Settings of a worker's server and receiver.
@@ -50,6 +59,18 @@ class WorkerConfig:
         queue_depth: Payloads received and not yet staged, at most.
         staging_threads: Threads that verify and decode payloads.
         timeout_s: Longest wait for payloads still under way when a transfer is prepared, in seconds.
+        transfer_timeout_s: Seconds without a payload or a call after which an open or prepared transfer is
+            given up, and a committed one that was not released becomes final.
+        advertised_host: Host by which the trainer and the other workers reach this one; None takes the one
+            in ``bind_address``, which for all interfaces (``0.0.0.0``) is no host to connect to.
+        relay_queue_depth: Payloads that wait for one child, the one being sent included, before senders
+            are made to wait.
+        relay_timeout_s: Longest wait for a child to acknowledge one payload, in seconds, per try; a quarter
+            more for each level of workers below the child.
+        relay_retries: Further tries after a child did not acknowledge in time.
+        max_relay_bytes: Most bytes of payloads that wait to be forwarded.
+        peer_queue_depth: Unanswered payloads of one peer, at most.
+        max_peers: Peers that have unanswered payloads at one time, at most.
     """
 
     enabled: bool | None = None
@@ -61,6 +82,14 @@ class WorkerConfig:
     queue_depth: int = 8
     staging_threads: int = 2
     timeout_s: float = 300.0
+    transfer_timeout_s: float = 600.0
+    advertised_host: str | None = None
+    relay_queue_depth: int = 2
+    relay_timeout_s: float = 30.0
+    relay_retries: int = 1
+    max_relay_bytes: int = 1 * GIB
+    peer_queue_depth: int = 16
+    max_peers: int = 1024
 
     def __post_init__(self) -> None:
         _require_positive(
@@ -71,7 +100,14 @@ class WorkerConfig:
             "queue_depth",
             "staging_threads",
             "timeout_s",
+            "transfer_timeout_s",
+            "relay_queue_depth",
+            "relay_timeout_s",
+            "max_relay_bytes",
+            "peer_queue_depth",
+            "max_peers",
         )
+        _require_counts(self, "relay_retries")
         if self.enabled is not None and not isinstance(self.enabled, bool):
             raise ConfigError(f"sparse_refit.enabled must be true or false, not {self.enabled!r}")
 
@@ -107,12 +143,19 @@ class SyncConfig:
         api_key_env_var: Name of the environment variable that holds the key shared with the workers.
         timeout_s: Longest wait for a worker to acknowledge one payload, in seconds, per try.
         retries: Further tries after a payload was not acknowledged in time.
+        fanout: Most workers that one worker forwards a payload to; the trainer sends it once.
         chunk_elements: Elements compared at a time; bounds the trainer's temporary memory.
         payload_bytes: Encoded size at which a payload is closed and sent, roughly.
         queue_depth: Items that wait between two stages of the pipeline, at most.
         compression_level: zstd level.
         verification_samples: Changed elements read back per tensor after a commit.
         baseline_dir: Folder for a memory-mapped baseline; None keeps it in RAM.
+        rpc_timeout_s: Longest wait for one control call to an engine that has processes of its own, in
+            seconds. An engine that takes longer is not called again.
+        retained_bytes: Encoded bytes of past transfers that are kept to bring engines up that missed them;
+            an engine that needs an older one is sent every element.
+        state_dir: Folder in which each sync writes down its decision before the first engine commits; None
+            keeps it in memory only.
         dtype: Cast floating tensors to this dtype before they are compared, as if the checkpoint were
             saved in it, for a trainer that keeps fp32 master weights: ``"bfloat16"``, ``"float16"`` or
             ``"float32"``. None sends them as they are.
@@ -123,12 +166,16 @@ class SyncConfig:
     api_key_env_var: str | None = None
     timeout_s: float = 30.0
     retries: int = 2
+    fanout: int = 2
     chunk_elements: int = 8 * MIB
     payload_bytes: int = 4 * MIB
     queue_depth: int = 2
     compression_level: int = 1
     verification_samples: int = 64
     baseline_dir: str | os.PathLike[str] | None = None
+    rpc_timeout_s: float = 600.0
+    retained_bytes: int = 256 * MIB
+    state_dir: str | os.PathLike[str] | None = None
     dtype: str | None = None
     ignore: tuple[str, ...] = ()
 
@@ -136,10 +183,12 @@ class SyncConfig:
         _require_positive(
             self,
             "timeout_s",
+            "fanout",
             "chunk_elements",
             "payload_bytes",
             "queue_depth",
             "compression_level",
+            "rpc_timeout_s",
         )
         if self.dtype is not None and self.dtype not in CAST_DTYPES:
             raise ConfigError(
@@ -147,9 +196,7 @@ class SyncConfig:
             )
         if isinstance(self.ignore, str):
             raise ConfigError(f"SyncConfig.ignore must be a tuple of patterns, not {self.ignore!r}")
-        for name in ("retries", "verification_samples"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 0:
-                raise ConfigError(f"SyncConfig.{name} must be a whole number of 0 or more")
+        _require_counts(self, "retries", "verification_samples", "retained_bytes")
 
 
 def read_api_key(env_var: str | None) -> bytes | None:

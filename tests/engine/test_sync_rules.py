@@ -188,7 +188,7 @@ def test_an_error_after_the_commit_does_not_hide_it(
 
     with monkeypatch.context() as patch:
         patch.setattr(llm, "wake_up", failing)
-        with pytest.raises(RuntimeError, match="no waking"):
+        with pytest.raises(EngineStateError, match="no waking"):
             sync.sync(after, pause=True)
     llm.wake_up(tags=["scheduling"])
     assert state(llm) == fresh

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, Protocol, Self, TypeVar
 
 import torch
 
@@ -17,14 +17,11 @@ from vllm_sparse_refit.codec.payload import batch_deltas
 from vllm_sparse_refit.config import SyncConfig, read_api_key
 from vllm_sparse_refit.errors import ConfigError, TensorMismatchError, TransportStoppedError
 from vllm_sparse_refit.transport.client import ZmqSparseRefitClient
+from vllm_sparse_refit.transport.tree import height, patience
 
 if TYPE_CHECKING:
     from vllm_sparse_refit.codec.delta import TensorDelta
-    from vllm_sparse_refit.trainer.baseline import (
-        DeltaCompressionTracker,
-        NamedTensor,
-        SparsePayload,
-    )
+    from vllm_sparse_refit.trainer.baseline import NamedTensor, SparsePayload
 
 T = TypeVar("T")
 
@@ -34,12 +31,23 @@ _STOP_CHECK_S: Final = 0.05
 _DEFAULT_CONFIG: Final = SyncConfig()
 
 
+class PayloadSource(Protocol):
+    """What the pipeline asks of a tracker: one thread compares while another one encodes."""
+
+    def compare(self, name: str, tensor: torch.Tensor) -> Iterator[TensorDelta]:
+        """The deltas of a tensor."""
+
+    def encode(self, deltas: Sequence[TensorDelta]) -> SparsePayload:
+        """One payload of them."""
+
+
 def stream_sparse_delta_payloads_via_zmq(
     iterator: Iterable[NamedTensor],
     *,
-    delta_tracker: DeltaCompressionTracker,
+    delta_tracker: PayloadSource,
     refit_targets: Sequence[str],
     transfer_id: str,
+    sequence: int,
     api_key_env_var: str | None = None,
     timeout_s: float = 60.0,
     shard_rank: int = 0,
@@ -48,9 +56,12 @@ def stream_sparse_delta_payloads_via_zmq(
 ) -> dict[str, int]:
     """Send what changed since the baseline to every target, as one producer of a transfer.
 
+    Each payload is sent once, to the target at which this producer enters the relay tree, and the
+    targets forward it to each other.
+
     The iterator is pulled in the calling thread, and a tensor on a device is copied to the host
-    there, on the caller's stream. Comparing, encoding and one sender per target run in threads of
-    their own. At most ``config.queue_depth`` items wait between two stages, so the slowest target
+    there, on the caller's stream. Comparing, encoding and sending run in threads of their own. At most
+    ``config.queue_depth`` items wait between two stages, and the targets hold few, so the slowest one
     sets the pace and memory stays bounded. A host tensor must keep its values until this returns.
 
     The outcome of the sync is the caller's to tell the tracker: this calls none of its
@@ -61,10 +72,13 @@ def stream_sparse_delta_payloads_via_zmq(
     Args:
         iterator: Canonical tensors, ``(name, tensor)``.
         delta_tracker: Holds the baseline; used by nobody else meanwhile.
-        refit_targets: Addresses of the workers' servers; each one gets every payload.
-        transfer_id: Names the transfer; not to be used for another one.
+        refit_targets: Addresses of the workers' servers, in the order in which each of them was given the
+            tree; each one gets every payload. Producer *n* enters at number *n*, counted around.
+        transfer_id: Names the transfer, which must have been begun on every target.
+        sequence: The number under which it was begun.
         api_key_env_var: Variable that holds the key; None takes ``config.api_key_env_var``.
-        timeout_s: Longest wait for one acknowledgement, in seconds, per try.
+        timeout_s: Longest wait for one acknowledgement, in seconds, per try; a quarter more for each level
+            of the tree below its root.
         shard_rank: Which shard this process sends, and its ``producer_id``.
         shard_count: Processes that share the tensors: number i of the iterator, counted from 0, is
             sent by shard ``i % shard_count``. The others are pulled and dropped.
@@ -72,7 +86,7 @@ def stream_sparse_delta_payloads_via_zmq(
 
     Returns:
         ``payloads``, ``deltas`` and ``changed_elements`` sent, ``total_elements`` of this shard's
-        tensors, ``wire_bytes`` of one copy of the payloads, ``sent_bytes`` of all copies.
+        tensors, ``wire_bytes`` of the payloads, each counted once, as each is sent once.
 
     Raises:
         ConfigError: no or repeated targets, a shard out of range, or the key's variable is empty.
@@ -85,21 +99,27 @@ def stream_sparse_delta_payloads_via_zmq(
     with _Pipeline() as pipeline:
         tensors: _Channel[_Exported] = pipeline.channel(config.queue_depth)
         batches: _Channel[list[TensorDelta]] = pipeline.channel(config.queue_depth)
-        outboxes: list[_Channel[_Numbered]] = []
-        for index, address in enumerate(refit_targets):
-            outboxes.append(pipeline.channel(config.queue_depth))
-            connect = functools.partial(
-                ZmqSparseRefitClient,
-                address,
-                timeout_s=timeout_s,
-                producer_id=shard_rank,
-                retries=config.retries,
-                api_key=api_key,
-                stop=pipeline.stopped,
-            )
-            samples = config.verification_samples
-            pipeline.start(f"send-{index}", _send, connect, outboxes[-1], transfer_id, samples)
-        pipeline.start("encode", _encode, batches, outboxes, delta_tracker, encoded)
+        outbox: _Channel[_Numbered] = pipeline.channel(config.queue_depth)
+        root = refit_targets[shard_rank % len(refit_targets)]
+        levels = height(len(refit_targets), config.fanout)
+        connect = functools.partial(
+            ZmqSparseRefitClient,
+            root,
+            timeout_s=patience(timeout_s, levels),
+            producer_id=shard_rank,
+            retries=config.retries,
+            api_key=api_key,
+            stop=pipeline.stopped,
+        )
+        send = functools.partial(
+            ZmqSparseRefitClient.send_payload,
+            transfer_id=transfer_id,
+            sequence=sequence,
+            verification_candidates=config.verification_samples,
+            relay_root=root,
+        )
+        pipeline.start("send", _send, connect, send, outbox)
+        pipeline.start("encode", _encode, batches, outbox, delta_tracker, encoded)
         pipeline.start("compare", _compare, tensors, batches, delta_tracker, config.payload_bytes)
         total_elements = _export(iterator, tensors, shard_rank, shard_count)
     return {
@@ -108,7 +128,6 @@ def stream_sparse_delta_payloads_via_zmq(
         "changed_elements": encoded.changed_elements,
         "total_elements": total_elements,
         "wire_bytes": encoded.wire_bytes,
-        "sent_bytes": encoded.wire_bytes * len(refit_targets),
     }
 
 
@@ -146,7 +165,7 @@ def _export(
 def _compare(
     tensors: _Channel[_Exported],
     batches: _Channel[list[TensorDelta]],
-    tracker: DeltaCompressionTracker,
+    tracker: PayloadSource,
     payload_bytes: int,
 ) -> None:
     for batch in batch_deltas(_deltas(tensors, tracker), payload_bytes):
@@ -154,9 +173,7 @@ def _compare(
     batches.close()
 
 
-def _deltas(
-    tensors: _Channel[_Exported], tracker: DeltaCompressionTracker
-) -> Iterator[TensorDelta]:
+def _deltas(tensors: _Channel[_Exported], tracker: PayloadSource) -> Iterator[TensorDelta]:
     for exported in tensors:
         yield from tracker.compare(exported.name, exported.tensor)
         if exported.is_modified:
@@ -168,33 +185,29 @@ def _deltas(
 
 def _encode(
     batches: _Channel[list[TensorDelta]],
-    outboxes: Sequence[_Channel[_Numbered]],
-    tracker: DeltaCompressionTracker,
+    outbox: _Channel[_Numbered],
+    tracker: PayloadSource,
     encoded: _Encoded,
 ) -> None:
     for batch in batches:
         payload = tracker.encode(batch)
         numbered = _Numbered(encoded.payloads, payload)
         encoded.count(payload)
-        for outbox in outboxes:
-            outbox.put(numbered)
-    for outbox in outboxes:
-        outbox.close()
+        outbox.put(numbered)
+    outbox.close()
 
 
 def _send(
     connect: Callable[[], ZmqSparseRefitClient],
+    send: Callable[..., object],
     outbox: _Channel[_Numbered],
-    transfer_id: str,
-    verification_candidates: int,
 ) -> None:
     with contextlib.closing(connect()) as client:
         for numbered in outbox:
-            client.send_payload(
-                transfer_id=transfer_id,
+            send(
+                client,
                 payload_id=numbered.payload_id,
                 checksum=numbered.payload.checksum,
-                verification_candidates=verification_candidates,
                 body=numbered.payload.body,
             )
 
