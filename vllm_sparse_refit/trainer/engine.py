@@ -55,18 +55,21 @@ class LocalEngine:
             raise ConfigError(
                 f"{name}: expected a vllm.LLM, not {type(llm).__name__}; servers are not supported yet"
             )
+        self._in_process, self._world_size = self._inspect(llm)
+
+    def _inspect(self, llm: Any) -> tuple[bool, int]:
+        """Check that the engine can be driven; whether it runs in this process, and how many workers."""
         from vllm.v1.engine.core_client import InprocClient
 
         parallel = llm.llm_engine.vllm_config.parallel_config
         if parallel.data_parallel_size > 1:
             raise ConfigError(
-                f"{name}: data_parallel_size={parallel.data_parallel_size} inside one LLM is not supported, "
-                "since vLLM returns the results of its first replica only; make one LLM per replica and "
-                "pass them as a list"
+                f"{self.name}: data_parallel_size={parallel.data_parallel_size} inside one LLM is not "
+                "supported, since vLLM returns the results of its first replica only; make one LLM per "
+                "replica and pass them as a list"
             )
-        self._in_process = isinstance(llm.llm_engine.engine_core, InprocClient)
-        self._world_size = int(parallel.world_size)
         self._require_plugin()
+        return isinstance(llm.llm_engine.engine_core, InprocClient), int(parallel.world_size)
 
     def _require_plugin(self) -> None:
         # A method that the workers lack must never be called to find out: that alone corrupts the engine.

@@ -24,6 +24,7 @@ Report = dict[str, Any]
 _FIRST_PAUSE_S: Final = 0.002
 _LONGEST_PAUSE_S: Final = 0.1
 _ROUND_S: Final = 1.0
+_WORTH_TELLING_S: Final = 0.1
 
 
 class FleetMonitor:
@@ -126,20 +127,25 @@ class FleetMonitor:
 
     def problems(self, transfer_id: str, timeout_s: float) -> list[str]:
         """What stands in the way of a transfer: who is silent, who waits for whom and for how long."""
-        found = []
+        reports: dict[str, Report] = {}
         with contextlib.suppress(TransportError):
             reports = self.ask(transfer_id, list(self._sockets), timeout_s)
-            for address in self._sockets:
-                if address not in reports:
-                    found.append(f"worker {address} gave no status within {timeout_s:g} s")
-            for address, report in reports.items():
-                for lane in report["server"]["relays"]:
-                    if lane["failure"] is None and lane["waiting_s"] >= timeout_s:
-                        found.append(
-                            f"worker {address} has waited {lane['waiting_s']:.1f} s for worker "
-                            f"{lane['child']}, with {lane['queued']} payloads queued"
-                        )
-        return found
+        silent = [
+            f"worker {address} gave no status within {timeout_s:g} s"
+            for address in self._sockets
+            if address not in reports
+        ]
+        waiting = [
+            (lane["waiting_s"], address, lane)
+            for address, report in reports.items()
+            for lane in report["server"]["relays"]
+            if lane["failure"] is None and lane["waiting_s"] >= _WORTH_TELLING_S
+        ]
+        return silent + [
+            f"worker {address} has waited {seconds:.1f} s for worker {lane['child']}, with "
+            f"{lane['queued']} payloads queued"
+            for seconds, address, lane in sorted(waiting, key=lambda w: w[0], reverse=True)
+        ]
 
 
 def _accepted(address: str, reply: list[bytes]) -> Report:
