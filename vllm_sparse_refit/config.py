@@ -52,7 +52,12 @@ class WorkerConfig:
         enabled: True or False decides; None leaves it to ``VLLM_PLUGINS`` naming the plugin.
         bind_address: ZeroMQ endpoint of the server; a port of ``*`` takes a free one.
         api_key_env_var: Name of the environment variable that holds the key shared with the trainer.
-            Needed for any ``bind_address`` that is not loopback.
+            This or CURVE is needed for any ``bind_address`` that is not loopback.
+        curve_key_file: Secret file of the workers' CURVE key pair, the same on all workers, as made by
+            ``vllm-sparse-refit keygen``. Connections are encrypted then.
+        curve_clients_dir: Folder with the public files of those who may connect: the trainer's.
+        allow_unauthenticated: Bind off loopback without any key: everybody who reaches it can change the
+            weights.
         max_payload_bytes: Largest payload accepted from the wire, encoded.
         max_decoded_bytes: Largest payload accepted, decoded; checked before anything is decompressed.
         max_staged_bytes: Most decoded bytes held for one transfer.
@@ -76,6 +81,9 @@ class WorkerConfig:
     enabled: bool | None = None
     bind_address: str = "tcp://127.0.0.1:*"
     api_key_env_var: str | None = None
+    curve_key_file: str | None = None
+    curve_clients_dir: str | None = None
+    allow_unauthenticated: bool = False
     max_payload_bytes: int = 256 * MIB
     max_decoded_bytes: int = 1 * GIB
     max_staged_bytes: int = 16 * GIB
@@ -110,6 +118,11 @@ class WorkerConfig:
         _require_counts(self, "relay_retries")
         if self.enabled is not None and not isinstance(self.enabled, bool):
             raise ConfigError(f"sparse_refit.enabled must be true or false, not {self.enabled!r}")
+        if not isinstance(self.allow_unauthenticated, bool):
+            raise ConfigError(
+                "sparse_refit.allow_unauthenticated must be true or false, not "
+                f"{self.allow_unauthenticated!r}"
+            )
 
     @classmethod
     def from_additional_config(cls, additional_config: object) -> Self:
@@ -141,6 +154,9 @@ class SyncConfig:
 
     Attributes:
         api_key_env_var: Name of the environment variable that holds the key shared with the workers.
+        curve_key_file: Secret file of the trainer's own CURVE key pair, as made by
+            ``vllm-sparse-refit keygen``, where the workers use CURVE.
+        curve_server_key_file: Public file of the workers' key pair.
         timeout_s: Longest wait for a worker to acknowledge one payload, in seconds, per try.
         retries: Further tries after a payload was not acknowledged in time.
         fanout: Most workers that one worker forwards a payload to; the trainer sends it once.
@@ -164,6 +180,8 @@ class SyncConfig:
     """
 
     api_key_env_var: str | None = None
+    curve_key_file: str | os.PathLike[str] | None = None
+    curve_server_key_file: str | os.PathLike[str] | None = None
     timeout_s: float = 30.0
     retries: int = 2
     fanout: int = 2

@@ -39,6 +39,10 @@ def register() -> None:
     wrapper: Any = WorkerWrapperBase
     wrapper.load_model = _load_model
     wrapper.reload_weights = _reload_weights
+    # Whatever else writes weights behind this plugin's back; the last two are vLLM's weight transfer.
+    for name in ("reset_weights", "start_weight_update", "update_weights"):
+        setattr(WorkerWrapperBase, name, _replacing(name))
+    wrapper.sleep = _sleep
     wrapper.shutdown = _closing(wrapper.shutdown)
     setattr(WorkerWrapperBase, _REGISTERED, True)
 
@@ -125,6 +129,28 @@ def _reload_weights(wrapper: Any, /, *args: Any, **kwargs: Any) -> Any:
         receiver.weights_were_replaced("reload_weights")
 
 
+def _replacing(name: str) -> Callable[..., Any]:
+    """A worker's method that writes weights, after which they are of another version."""
+
+    def replace(wrapper: Any, /, *args: Any, **kwargs: Any) -> Any:
+        from vllm_sparse_refit.worker.extension import live_receiver
+
+        try:
+            return getattr(wrapper.worker, name)(*args, **kwargs)
+        finally:
+            if (receiver := live_receiver(wrapper.worker)) is not None:
+                receiver.weights_were_replaced(name)
+
+    return replace
+
+
+def _sleep(wrapper: Any, /, level: int = 1) -> Any:
+    """vLLM's sleep, which at level 2 drops the weights."""
+    if level < 2:
+        return wrapper.worker.sleep(level)
+    return _replacing("sleep")(wrapper, level)
+
+
 @contextlib.contextmanager
 def _watched_loading() -> Iterator[Any]:
     from vllm_sparse_refit.apply.cpu_linear import unpacked_cpu_linear
@@ -138,6 +164,7 @@ def _watched_loading() -> Iterator[Any]:
 def _start_receiver(worker: Any, config: WorkerConfig, observer: Any) -> None:
     from vllm_sparse_refit.apply.applier import VllmSparseDeltaApplier
     from vllm_sparse_refit.codec.payload import DecodeLimits
+    from vllm_sparse_refit.transport.curve import read_server_keys
     from vllm_sparse_refit.worker.extension import RECEIVER_ATTRIBUTE
     from vllm_sparse_refit.worker.receiver import Receiver
 
@@ -150,7 +177,13 @@ def _start_receiver(worker: Any, config: WorkerConfig, observer: Any) -> None:
         limits=limits,
         packed=observer.report(worker.model_runner.get_model()),
     )
-    receiver = Receiver(applier, config, limits, read_api_key(config.api_key_env_var))
+    receiver = Receiver(
+        applier,
+        config,
+        limits,
+        read_api_key(config.api_key_env_var),
+        read_server_keys(config.curve_key_file, config.curve_clients_dir),
+    )
     receiver.start()
     # A second load (elastic scaling) replaces the first one's server.
     _close_receiver(worker)

@@ -72,6 +72,12 @@ class ToyLLM:
     def is_alive(self) -> bool:
         return self.in_process or all(worker.process.is_alive() for worker in self.workers)
 
+    def has_died(self) -> bool:
+        """Whether a worker ends within seconds."""
+        for worker in self.workers:
+            worker.process.join(10)
+        return not self.is_alive
+
     def kill(self) -> None:
         """SIGKILL every worker."""
         for worker in self.workers:

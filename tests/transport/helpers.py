@@ -11,6 +11,7 @@ import zmq
 from vllm_sparse_refit.checksum import checksum_hex
 from vllm_sparse_refit.config import WorkerConfig
 from vllm_sparse_refit.transport.client import ZmqSparseRefitClient
+from vllm_sparse_refit.transport.curve import CurveServerKeys
 from vllm_sparse_refit.transport.protocol import DATA, PayloadMetadata, sign
 from vllm_sparse_refit.transport.server import ApplyPayload, ZmqSparseRefitServer
 
@@ -55,12 +56,16 @@ def serving(
     apply_payload: ApplyPayload,
     *,
     api_key: bytes | None = None,
+    curve: CurveServerKeys | None = None,
     transfer_id: str | None = "t",
     **config: Any,
 ) -> Iterator[tuple[ZmqSparseRefitServer, str]]:
     """A started server on which transfer ``transfer_id`` was opened with sequence number 1."""
     server = ZmqSparseRefitServer(
-        apply_payload, config=WorkerConfig(**{"timeout_s": WAIT_S, **config}), api_key=api_key
+        apply_payload,
+        config=WorkerConfig(**{"timeout_s": WAIT_S, **config}),
+        api_key=api_key,
+        curve=curve,
     )
     try:
         address = server.start()

@@ -17,6 +17,7 @@ from vllm_sparse_refit.codec.payload import batch_deltas
 from vllm_sparse_refit.config import SyncConfig, read_api_key
 from vllm_sparse_refit.errors import ConfigError, TensorMismatchError, TransportStoppedError
 from vllm_sparse_refit.transport.client import ZmqSparseRefitClient
+from vllm_sparse_refit.transport.curve import read_client_keys
 from vllm_sparse_refit.transport.tree import height, patience
 
 if TYPE_CHECKING:
@@ -109,6 +110,7 @@ def stream_sparse_delta_payloads_via_zmq(
             producer_id=shard_rank,
             retries=config.retries,
             api_key=api_key,
+            curve=read_client_keys(config.curve_key_file, config.curve_server_key_file),
             stop=pipeline.stopped,
         )
         send = functools.partial(

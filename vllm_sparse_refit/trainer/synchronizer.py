@@ -27,6 +27,7 @@ from vllm_sparse_refit.trainer.routing import Routing, join_discoveries
 from vllm_sparse_refit.trainer.saved import load_baseline, save_baseline
 from vllm_sparse_refit.trainer.transaction import Transaction
 from vllm_sparse_refit.trainer.weights import named_weights
+from vllm_sparse_refit.transport.curve import read_client_keys
 from vllm_sparse_refit.weight_version import WeightVersion
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ class WeightSynchronizer:
     def __init__(self, engines: Sequence[Any], config: SyncConfig) -> None:
         # A key that is missing should not wait for the first sync to be noticed.
         read_api_key(config.api_key_env_var)
+        read_client_keys(config.curve_key_file, config.curve_server_key_file)
         self._config = config
         self._engines = [self._engine(llm, index) for index, llm in enumerate(engines)]
         self._named = len(self._engines)

@@ -11,6 +11,7 @@ from vllm_sparse_refit.trainer.baseline import NamedTensor, SparsePayload
 from vllm_sparse_refit.trainer.engine import LocalEngine
 from vllm_sparse_refit.trainer.stream import PayloadSource, stream_sparse_delta_payloads_via_zmq
 from vllm_sparse_refit.transport.client import ZmqSparseRefitClient
+from vllm_sparse_refit.transport.curve import read_client_keys
 from vllm_sparse_refit.transport.monitor import FleetMonitor
 from vllm_sparse_refit.transport.tree import height, patience
 
@@ -82,7 +83,7 @@ class Transaction:
             timeout_s=patience(self._config.timeout_s, levels),
             producer_id=0,
             retries=self._config.retries,
-            api_key=read_api_key(self._config.api_key_env_var),
+            **self._keys(),
         )
         with self._explained(), contextlib.closing(client):
             for payload_id, payload in enumerate(payloads):
@@ -170,7 +171,14 @@ class Transaction:
         return [problem for problem in problems if problem is not None]
 
     def _monitor(self) -> FleetMonitor:
-        return FleetMonitor(self._addresses, api_key=read_api_key(self._config.api_key_env_var))
+        return FleetMonitor(self._addresses, **self._keys())
+
+    def _keys(self) -> dict[str, Any]:
+        config = self._config
+        return {
+            "api_key": read_api_key(config.api_key_env_var),
+            "curve": read_client_keys(config.curve_key_file, config.curve_server_key_file),
+        }
 
     @contextlib.contextmanager
     def _explained(self) -> Any:

@@ -16,6 +16,7 @@ from vllm_sparse_refit.errors import (
     TransportStoppedError,
     TransportTimeoutError,
 )
+from vllm_sparse_refit.transport.curve import CurveClientKeys
 from vllm_sparse_refit.transport.protocol import (
     ACK,
     DATA,
@@ -44,6 +45,7 @@ class ZmqSparseRefitClient:
         retries: Further tries after a payload was not acknowledged in time. A retry sends the same
             ids and bytes, so the worker stages the payload once however many copies reach it.
         api_key: Key shared with the worker; it signs each payload and is never sent.
+        curve: Keys of a connection that is encrypted; a worker that does not allow them never answers.
         stop: When another thread sets it, a waiting ``send_payload`` soon gives up.
 
     Raises:
@@ -59,6 +61,7 @@ class ZmqSparseRefitClient:
         producer_id: int,
         retries: int,
         api_key: bytes | None = None,
+        curve: CurveClientKeys | None = None,
         stop: threading.Event | None = None,
     ) -> None:
         if not timeout_s > 0 or retries < 0:
@@ -70,11 +73,12 @@ class ZmqSparseRefitClient:
         self._producer_id = producer_id
         self._retries = retries
         self._api_key = check_key(api_key)
+        self._curve = curve
         self._stop = stop if stop is not None else threading.Event()
         self._request_ids = itertools.count()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = zmq.Context()
         try:
-            self._socket = connect_dealer(self._context, self._address)
+            self._socket = connect_dealer(self._context, self._address, self._curve)
         except TransportError:
             self.close()
             raise
@@ -157,16 +161,16 @@ class ZmqSparseRefitClient:
             if attempt:
                 # A fresh connection: the old one may be half dead, and may hold an unsent copy.
                 self._socket.close(linger=0)
-                self._socket = connect_dealer(self._context, self._address)
+                self._socket = connect_dealer(self._context, self._address, self._curve)
             reply = self._exchange(frames, request_id)
             if reply is not None:
                 return self._accepted(reply, what)
         raise TransportTimeoutError(
             f"{self._address} did not acknowledge {what} "
             f"within {time.monotonic() - started:.1f} s ({self._retries + 1} tries); check that "
-            "the worker is alive and reachable at this address, that its staging is not stuck, and "
+            "the worker is alive and reachable at this address, that its staging is not stuck, "
             f"that {len(frames[-1])} bytes are within its max_payload_bytes (it drops larger ones "
-            "unanswered)"
+            "unanswered)" + self._curve_hint()
         )
 
     def close(self) -> None:
@@ -174,6 +178,11 @@ class ZmqSparseRefitClient:
         context, self._context = self._context, None
         if context is not None:
             context.destroy(linger=0)
+
+    def _curve_hint(self) -> str:
+        if self._curve is None:
+            return ", and that it does not ask for CURVE keys"
+        return ", and that its CURVE key and its allow-list fit this client's"
 
     def _exchange(self, frames: list[bytes], request_id: bytes) -> list[bytes] | None:
         """One try: the reply to ``request_id``, or None when the time is up."""

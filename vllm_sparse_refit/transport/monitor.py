@@ -8,6 +8,7 @@ from typing import Any, Final, Self
 import zmq
 
 from vllm_sparse_refit.errors import TransportError, TransportTimeoutError
+from vllm_sparse_refit.transport.curve import CurveClientKeys
 from vllm_sparse_refit.transport.protocol import (
     ACK,
     REPLY_FRAMES,
@@ -33,12 +34,19 @@ class FleetMonitor:
     Args:
         addresses: The workers' endpoints.
         api_key: Key shared with them.
+        curve: Keys of connections that are encrypted.
 
     Raises:
         TransportError: an address is no endpoint.
     """
 
-    def __init__(self, addresses: Sequence[str], *, api_key: bytes | None = None) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        *,
+        api_key: bytes | None = None,
+        curve: CurveClientKeys | None = None,
+    ) -> None:
         self._api_key = api_key
         self._asked = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -46,7 +54,7 @@ class FleetMonitor:
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
         try:
             for address in addresses:
-                self._sockets[address] = connect_dealer(self._context, address)
+                self._sockets[address] = connect_dealer(self._context, address, curve)
                 self._poller.register(self._sockets[address], zmq.POLLIN)
         except TransportError:
             self.close()

@@ -14,6 +14,7 @@ import zmq
 from vllm_sparse_refit.config import WorkerConfig
 from vllm_sparse_refit.errors import ConfigError, PayloadError, TransportError
 from vllm_sparse_refit.transport.client import ZmqSparseRefitClient
+from vllm_sparse_refit.transport.curve import CurveServerKeys
 from vllm_sparse_refit.transport.endpoint import advertised, is_loopback, needs_ipv6
 from vllm_sparse_refit.transport.frames import is_answerable, parse_head, receive_frames
 from vllm_sparse_refit.transport.intake import ApplyPayload, Job, PayloadIntake
@@ -64,6 +65,7 @@ class ZmqSparseRefitServer:
     Args:
         apply_payload: Stages one payload; metadata has the fields of ``PayloadMetadata``.
         api_key: Key that senders must hold; None accepts senders without a key only.
+        curve: Keys of encrypted connections; None accepts plain ones only.
         describe: More to report to those who ask for the status, in JSON types.
 
     Raises:
@@ -76,10 +78,12 @@ class ZmqSparseRefitServer:
         *,
         config: WorkerConfig,
         api_key: bytes | None,
+        curve: CurveServerKeys | None = None,
         describe: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
         self._config = config
         self._api_key = check_key(api_key)
+        self._curve = curve
         self._describe = describe
         self._statistics = Statistics()
         self._intake = PayloadIntake(
@@ -99,6 +103,7 @@ class ZmqSparseRefitServer:
         self._lifecycle = threading.Lock()  # makes start and close exclude each other
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._threads: list[threading.Thread] = []
+        self._guard = contextlib.ExitStack()  # the authenticator of CURVE clients
         self._wake_lock = threading.Lock()  # guards _wake, which pool threads share
         self._wake: zmq.Socket[bytes] | None = None
 
@@ -234,6 +239,7 @@ class ZmqSparseRefitServer:
                 logger.warning("the server closed while %s still ran", ", ".join(running))
             if wake is not None:
                 wake.close(linger=0)
+            self._guard.close()
             if self._context is not None and _THREAD_NAME not in running:
                 self._context.term()  # would wait for the loop's sockets
 
@@ -244,15 +250,18 @@ class ZmqSparseRefitServer:
             producer_id=0,
             retries=self._config.relay_retries,
             api_key=self._api_key,
+            curve=None if self._curve is None else self._curve.as_relay,
             stop=stop,
         )
 
     def _bind_and_run(self) -> str:
         bind_address = self._config.bind_address
-        if not is_loopback(bind_address) and self._api_key is None:
+        keyless = self._api_key is None and self._curve is None
+        if keyless and not is_loopback(bind_address) and not self._config.allow_unauthenticated:
             raise ConfigError(
                 f"{bind_address!r} is reachable from other machines and needs a key: set "
-                "sparse_refit.api_key_env_var, or bind to tcp://127.0.0.1:*"
+                "sparse_refit.api_key_env_var or curve_key_file, bind to tcp://127.0.0.1:*, or allow "
+                "everybody who reaches it to change the weights with allow_unauthenticated"
             )
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
@@ -263,6 +272,7 @@ class ZmqSparseRefitServer:
             wake_in.bind(_WAKE_ENDPOINT)
             wake.connect(_WAKE_ENDPOINT)
         except BaseException:
+            self._guard.close()
             context.destroy(linger=0)
             raise
         self._context, self._wake = context, wake
@@ -286,11 +296,15 @@ class ZmqSparseRefitServer:
     ) -> zmq.Socket[bytes]:
         router = context.socket(zmq.ROUTER)
         router.setsockopt(zmq.LINGER, 0)
-        router.setsockopt(zmq.RCVHWM, 1)  # per connection, so that unread payloads stay few
+        # Per connection, so that unread payloads stay few. With CURVE a mark of 1 lets none through at all
+        # (seen: the client's routing id, which comes with the handshake, seems to count as one).
+        router.setsockopt(zmq.RCVHWM, 1 if self._curve is None else 2)
         router.setsockopt(zmq.SNDHWM, 64)  # replies to a peer that reads none are dropped
         router.setsockopt(zmq.MAXMSGSIZE, self._config.max_payload_bytes)
         router.setsockopt(zmq.TCP_KEEPALIVE, 1)
         router.setsockopt(zmq.IPV6, int(needs_ipv6(bind_address)))
+        if self._curve is not None:
+            self._guard.enter_context(self._curve.guarding(context, router))
         try:
             router.bind(bind_address)
         except zmq.ZMQError as error:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from vllm_sparse_refit.errors import TransportError
+from vllm_sparse_refit.transport.curve import CurveClientKeys
 from vllm_sparse_refit.transport.endpoint import needs_ipv6
 from vllm_sparse_refit.transport.protocol import MAX_REPLY_BYTES
 
@@ -13,8 +14,10 @@ if TYPE_CHECKING:
     Socket = zmq.Socket[bytes]
 
 
-def connect_dealer(context: "Context", address: str) -> "Socket":
-    """A DEALER connected to a worker's server.
+def connect_dealer(
+    context: "Context", address: str, curve: CurveClientKeys | None = None
+) -> "Socket":
+    """A DEALER connected to a worker's server, encrypted if there are keys.
 
     Raises:
         TransportError: ``address`` is no endpoint.
@@ -26,6 +29,8 @@ def connect_dealer(context: "Context", address: str) -> "Socket":
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY_BYTES)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.IPV6, int(needs_ipv6(address)))
+    if curve is not None:
+        curve.apply(socket)
     try:
         socket.connect(address)
     except zmq.ZMQError as error:

@@ -20,6 +20,7 @@ from vllm_sparse_refit.errors import (
     TransactionError,
     VersionMismatchError,
 )
+from vllm_sparse_refit.transport.curve import CurveServerKeys
 from vllm_sparse_refit.transport.server import ZmqSparseRefitServer
 from vllm_sparse_refit.transport.tree import DEFAULT_FANOUT
 from vllm_sparse_refit.weight_version import WeightVersion
@@ -70,6 +71,7 @@ class Receiver:
         config: WorkerConfig,
         limits: DecodeLimits,
         api_key: bytes | None,
+        curve: CurveServerKeys | None = None,
     ) -> None:
         self._applier = applier
         self._config = config
@@ -85,7 +87,7 @@ class Receiver:
         self._closed = threading.Event()
         self._reaper: threading.Thread | None = None
         self._server = ZmqSparseRefitServer(
-            self.stage, config=config, api_key=api_key, describe=self._describe
+            self.stage, config=config, api_key=api_key, curve=curve, describe=self._describe
         )
         self.address = ""
 
