@@ -68,10 +68,13 @@ def test_every_sync_ends_old_or_new_everywhere(engines: int, faults: tuple[str, 
         assert done == len(SEEDS)  # what is lost or repeated is made good
 
 
-def _produce(address: str, transfer_id: str, sequence: int, rank: int) -> None:
+def _produce(target: tuple[str, str, int], rank: int, ready: Any, begun: Any) -> None:
+    address, transfer_id, sequence = target
     config = SyncConfig(payload_bytes=1)
     tracker = DeltaCompressionTracker(config=config)
     tracker.snapshot_baseline(toy_weights(1).items())
+    ready.release()
+    begun.wait()
 
     def slowly() -> Any:
         for item in toy_weights(2).items():
@@ -95,17 +98,25 @@ def test_a_producer_that_is_killed_leaves_nothing() -> None:
     with toy_fleet(1, transfer_timeout_s=1.5) as fleet:
         sync = fleet.connect()
         (status,) = sync.status()
-        call = fleet.llms[0].collective_rpc
-        begun = ("t", status["version"]["digest"], "label")
-        assert call("sparse_refit_begin", args=begun, kwargs={"sequence": 1})[0]["ok"]
         context = multiprocessing.get_context("forkserver")
-        arguments = (status["address"], "t", 1)
+        ready, begun = context.Semaphore(0), context.Event()
         producers = [
-            context.Process(target=_produce, args=(*arguments, rank), daemon=True)
+            context.Process(
+                target=_produce, args=((status["address"], "t", 1), rank, ready, begun), daemon=True
+            )
             for rank in range(2)
         ]
         for producer in producers:
             producer.start()
+        for _ in producers:
+            assert ready.acquire(timeout=120)
+        (reply,) = fleet.llms[0].collective_rpc(
+            "sparse_refit_begin",
+            args=("t", status["version"]["digest"], "label"),
+            kwargs={"sequence": 1},
+        )
+        assert reply["ok"], reply
+        begun.set()
         deadline = time.monotonic() + 60
         while not sync.status()[0]["staged_bytes"]:
             assert time.monotonic() < deadline
