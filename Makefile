@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: test lint format demo benchmark install clean
+.PHONY: test lint format demo benchmark fuzz install clean
 
 test: lint
 	$(BIN)/python -m pytest
@@ -23,6 +23,14 @@ demo: $(STAMP)
 
 benchmark: $(STAMP)
 	$(BIN)/python -m benchmarks.refit --json
+
+# Seconds for each of the four targets. atheris has wheels for few platforms, so it is installed here only.
+FUZZ_SECONDS ?= 60
+fuzz: $(STAMP)
+	$(BIN)/python -m pip install --quiet atheris
+	for target in decode decode_checksummed metadata message; do \
+		$(BIN)/python -m tests.fuzz.run $$target --seconds $(FUZZ_SECONDS) || exit 1; \
+	done
 
 install: $(STAMP)
 
