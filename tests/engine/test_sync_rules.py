@@ -385,8 +385,9 @@ def test_an_engine_at_another_version_is_brought_back(
     assert second.sync(after).resynced == 1
     assert state(llm) == fresh
     assert second.sync(before).resynced == 0
-    assert first.sync(after).resynced == 1
+    assert first.sync(after, label="back again").resynced == 1
     assert state(llm) == fresh
+    assert llm.llm_engine.engine_core.get_weight_version() == "back again"
     (reply,) = llm.collective_rpc(
         "sparse_refit_begin", args=("other", "f" * 32, "label"), kwargs={"sequence": 99}
     )

@@ -369,3 +369,34 @@ def test_closing_a_relay_in_the_middle_ends_its_threads() -> None:
         assert closed.wait(3)
         assert not threads_named(RELAYS)
         gate.opened.set()
+
+
+def test_what_failed_here_is_never_staged_again() -> None:
+    """A payload that was staged but not forwarded is refused, and so is its repeat."""
+    staged = Recorder()
+    limits: dict[str, Any] = {"relay_timeout_s": 0.2, "relay_retries": 0}
+    with fleet([staged, Recorder()], **limits) as members:
+        members[1][0].close()
+        with client_of(members[0][1]) as client:
+            send(client, relay_root=members[0][1])
+            assert eventually(
+                lambda: client.status("t")["server"]["transfer"]["failure"] is not None
+            )
+            for payload_id in (0, 0, 1, 1):
+                with pytest.raises(PayloadRejectedError, match="could not forward"):
+                    send(client, payload_id=payload_id, relay_root=members[0][1])
+    assert len(staged.bodies) == 1
+
+
+def test_an_address_that_is_none_fails_the_transfer_at_once() -> None:
+    staged = Recorder()
+    with serving(staged, transfer_id=None) as (server, address):
+        server.configure_tree([address, "udp://nowhere:1"], own_address=address)
+        server.open("t", 1)
+        with client_of(address) as client:
+            with pytest.raises(PayloadRejectedError, match="cannot connect to 'udp://nowhere:1'"):
+                for payload_id in range(5):
+                    send(client, payload_id=payload_id, relay_root=address)
+        with pytest.raises(TransportError, match="cannot connect"):
+            server.flush("t", 1)
+        assert len({metadata["payload_id"] for _, metadata in staged.calls}) == len(staged.calls)

@@ -180,6 +180,8 @@ class _Lane:
                 has_room = len(self._payloads) <= self._depth
                 self._changed.notify_all()
         if failure is not None:
+            # In this order: a transfer that failed admits nothing, so that no payload is staged twice.
+            payload.failed(str(failure))
             payload.room.done(failure)
         elif has_room:
             payload.room.done()
