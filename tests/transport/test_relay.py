@@ -393,10 +393,8 @@ def test_an_address_that_is_none_fails_the_transfer_at_once() -> None:
     with serving(staged, transfer_id=None) as (server, address):
         server.configure_tree([address, "udp://nowhere:1"], own_address=address)
         server.open("t", 1)
-        with client_of(address) as client:
-            with pytest.raises(PayloadRejectedError, match="cannot connect to 'udp://nowhere:1'"):
-                for payload_id in range(5):
-                    send(client, payload_id=payload_id, relay_root=address)
+        with pytest.raises(PayloadRejectedError, match="cannot connect to 'udp://nowhere:1'"):
+            enter(address, [bytes([n]) for n in range(5)])
         with pytest.raises(TransportError, match="cannot connect"):
             server.flush("t", 1)
         assert len({metadata["payload_id"] for _, metadata in staged.calls}) == len(staged.calls)
