@@ -35,7 +35,12 @@ class ToyLLM:
             is_sleeping=lambda: False,
             reset_encoder_cache=lambda: None,
             set_weight_version=self._set_label,
+            engine_core=SimpleNamespace(ensure_alive=self._ensure_alive),
         )
+
+    def _ensure_alive(self) -> None:
+        if not self.is_alive:
+            raise RuntimeError("a worker process died")
 
     def _set_label(self, label: str) -> None:
         self.label = label

@@ -46,8 +46,7 @@ def test_a_killed_worker(engines: int, step: str) -> None:
         assert time.monotonic() - started < 12
         assert fleet.llms[position].has_died()
         fleet.assert_holds(STEPS[step])
-        if not step.startswith("stage"):
-            assert f"engine {position}" in str(caught.value)
+        assert f"engine {position}" in str(caught.value)
         _a_following_sync_is_exact(fleet, sync, position)
 
 

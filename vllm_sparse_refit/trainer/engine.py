@@ -228,6 +228,24 @@ class LocalEngine:
         if tell is not None:
             self._control("set_weight_version", lambda: tell(label))
 
+    def check_alive(self) -> None:
+        """See, without a call to it, whether vLLM noticed that a process of the engine has died.
+
+        Raises:
+            EngineStateError: it has.
+        """
+        core = getattr(self._llm.llm_engine, "engine_core", None)
+        ensure_alive = getattr(core, "ensure_alive", None)
+        if self._in_process or ensure_alive is None:
+            return
+        try:
+            ensure_alive()
+        except Exception as error:
+            self._broken = f"{type(error).__name__}: {error}"
+            raise EngineStateError(
+                f"{self.name} died ({self._broken}); start another one and give it to replace_engine()"
+            ) from error
+
     def is_engine_of(self, llm: Any) -> bool:
         """Whether this is the engine of ``llm``."""
         return self._llm is llm

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm_sparse_refit.config import SyncConfig, read_api_key
-from vllm_sparse_refit.errors import RefitError, TransactionError, TransportError
+from vllm_sparse_refit.errors import EngineStateError, RefitError, TransactionError, TransportError
 from vllm_sparse_refit.trainer.baseline import NamedTensor, SparsePayload
 from vllm_sparse_refit.trainer.engine import LocalEngine
 from vllm_sparse_refit.trainer.stream import PayloadSource, stream_sparse_delta_payloads_via_zmq
@@ -114,6 +114,7 @@ class Transaction:
                 self.transfer_id,
                 payloads,
                 stall_s=self._config.timeout_s * (self._config.retries + 1),
+                alive=self._check_alive,
             )
         digests = {}
         for engine in self._engines:
@@ -180,12 +181,21 @@ class Transaction:
             "curve": read_client_keys(config.curve_key_file, config.curve_server_key_file),
         }
 
+    def _check_alive(self) -> None:
+        for engine in self._engines:
+            engine.check_alive()
+
     @contextlib.contextmanager
     def _explained(self) -> Any:
-        """Add to a transport's error what the workers themselves wait for."""
+        """Turn a transport's error into that of a dead engine, or add what the workers wait for."""
         try:
             yield
         except TransportError as error:
+            try:
+                self._check_alive()
+            except EngineStateError as death:
+                death.add_note(str(error))
+                raise death from error
             with contextlib.suppress(RefitError), self._monitor() as monitor:
                 for problem in monitor.problems(self.transfer_id, _DIAGNOSIS_S)[:_NOTES]:
                     error.add_note(problem)
