@@ -169,7 +169,8 @@ class SyncConfig:
         rpc_timeout_s: Longest wait for one control call to an engine that has processes of its own, in
             seconds. An engine that takes longer is not called again.
         retained_bytes: Encoded bytes of past transfers that are kept to bring engines up that missed them;
-            an engine that needs an older one is sent every element.
+            an engine that needs an older one is sent every element. With 0 a snapshot also does without
+            the fingerprints of the engines' weights, which take a pass over them.
         state_dir: Folder in which each sync writes down its decision before the first engine commits; None
             keeps it in memory only.
         dtype: Cast floating tensors to this dtype before they are compared, as if the checkpoint were

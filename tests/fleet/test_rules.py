@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
+from tests.apply.toys import TOYS
+from tests.fleet import toy_worker
 from tests.fleet.fleets import Fleet, toy_fleet
-from tests.fleet.toy_worker import toy_weights
+from tests.fleet.toy_worker import BF16, toy_weights
+from vllm_sparse_refit.apply.load_mode import LoadKind
 from vllm_sparse_refit.errors import (
     BaselineError,
     ConfigError,
@@ -15,6 +18,7 @@ from vllm_sparse_refit.errors import (
     TransactionError,
     TransportTimeoutError,
 )
+from vllm_sparse_refit.trainer.decisions import DecisionLog
 
 OLD, NEW, NEWER = (toy_weights(seed) for seed in (1, 2, 3))
 
@@ -339,7 +343,7 @@ def test_a_damaged_save_is_refused_and_named(fleet: Fleet, tmp_path: Any) -> Non
         sync.restore(tmp_path / "saved")
     sync.snapshot(OLD.items())
     sync.save(tmp_path / "saved")
-    bits = tmp_path / "saved" / "baseline.bits"
+    (bits,) = (tmp_path / "saved").glob("*.bits")
     data = bytearray(bits.read_bytes())
     data[-1] ^= 1
     bits.write_bytes(data)
@@ -350,6 +354,53 @@ def test_a_damaged_save_is_refused_and_named(fleet: Fleet, tmp_path: Any) -> Non
     bits.write_bytes(data[:-1])
     with pytest.raises(BaselineError, match="damaged or incomplete"):
         sync.restore(tmp_path / "saved")
+
+
+def test_a_save_that_fails_leaves_the_earlier_one(
+    fleet: Fleet, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import errno
+    import os
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    sync = fleet.connect()
+    sync.save(tmp_path)
+    first = sync.version
+    sync.sync(NEW.items())
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(BaselineError, match="No space left"):
+            sync.save(tmp_path)
+    assert len(list(tmp_path.glob("*.bits"))) == 1
+    sync.restore(tmp_path)
+    assert sync.version == first
+    sync.sync(NEWER.items())
+    fleet.assert_holds(NEWER)
+    sync.save(tmp_path)
+    assert len(list(tmp_path.glob("*.bits"))) == 1
+
+
+def test_a_trainer_that_died_in_doubt_is_told(
+    fleet: Fleet, tmp_path: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_sparse_refit.trainer.transaction import Transaction
+
+    gone = fleet.connect(state_dir=tmp_path / "state")
+    gone.save(tmp_path / "saved")
+    with monkeypatch.context() as patch:
+        patch.setattr(Transaction, "write", _vanish)
+        patch.setattr(Transaction, "abort", lambda _: [])
+        patch.setattr(DecisionLog, "aborted", lambda *_: None)
+        with pytest.raises(Vanished):
+            gone.sync(NEW.items(), label="doubtful")
+    second = fleet.connect(state_dir=tmp_path / "state")
+    assert "after it had decided to commit" in caplog.text
+    assert "doubtful" in caplog.text
+    second.restore(tmp_path / "saved")
+    second.sync(NEW.items())
+    fleet.assert_holds(NEW)
 
 
 # --- limits on waiting ----------------------------------------------------------------------------
@@ -371,3 +422,20 @@ def test_a_worker_that_stops_taking_payloads_is_named_with_who_waits_for_it() ->
 def _hang(*_: Any) -> Any:
     time.sleep(3)
     return {}
+
+
+@pytest.mark.parametrize("name", [n for n, toy in TOYS.items() if BF16 in toy.dtypes])
+def test_every_kind_of_loader_can_be_brought_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toy_worker, "TOY", TOYS[name])
+    old, new, newer = (toy_weights(seed) for seed in (1, 2, 3))
+    ignore = tuple(n for n, kind in TOYS[name].kinds.items() if kind is LoadKind.SKIP)
+    with toy_fleet(2) as fleet:
+        sync = fleet.connect(ignore=ignore)
+        sync.sync(new.items())
+        fleet.assert_holds(new)
+        sync.replace_engine(*fleet.restart(1, seed=9))
+        assert sync.sync(newer.items()).resynced == 1
+        fleet.assert_holds(newer)
+        sync.replace_engine(*fleet.restart(0, seed=1))
+        assert sync.sync(old.items()).resynced == 1
+        fleet.assert_holds(old)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from vllm_sparse_refit.errors import TransactionError
+from vllm_sparse_refit.trainer.durable import replace_durably
 from vllm_sparse_refit.weight_version import WeightVersion
 
 _FILE: Final = "decision.json"
@@ -54,7 +55,7 @@ class DecisionLog:
         }
         if self._path is not None:
             try:
-                _replace(self._path, json.dumps(record).encode())
+                replace_durably(self._path, json.dumps(record).encode())
             except OSError as error:
                 raise TransactionError(
                     f"the decision about transfer {transfer_id} could not be written to "
@@ -71,17 +72,3 @@ class DecisionLog:
             TransactionError
         ):  # without it the next trainer finds out by itself
             self.write("abort", transfer_id, base, target)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    partial = path.with_suffix(".partial")
-    with partial.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

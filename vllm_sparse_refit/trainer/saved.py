@@ -1,9 +1,10 @@
 """A baseline and its version in a folder, for a trainer that restarts."""
 
+import contextlib
 import io
 import json
 import os
-import shutil
+import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +16,13 @@ from vllm_sparse_refit.checksum import checksum_hex
 from vllm_sparse_refit.codec.dtypes import bits_view, dtype_from_name, dtype_name
 from vllm_sparse_refit.errors import BaselineError
 from vllm_sparse_refit.trainer.baseline import NamedTensor
+from vllm_sparse_refit.trainer.durable import replace_durably
 from vllm_sparse_refit.trainer.resync import Lineage
 from vllm_sparse_refit.weight_version import WeightVersion
 
 _FORMAT: Final = "vllm-sparse-refit-baseline/1"
 _INDEX: Final = "baseline.json"
-_BITS: Final = "baseline.bits"
+_BITS_SUFFIX: Final = ".bits"
 
 
 @dataclass(frozen=True)
@@ -47,23 +49,26 @@ def save_baseline(
         BaselineError: it cannot be written.
     """
     target = Path(folder)
-    partial = target.with_name(target.name + ".partial")
+    # Of a name of its own: the earlier one is in use until the index names this one.
+    bits = target / f"{uuid.uuid4().hex}{_BITS_SUFFIX}"
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        with (partial / _BITS).open("wb") as file:
+        target.mkdir(parents=True, exist_ok=True)
+        with bits.open("wb") as file:
             index = [_write(file, name, tensor) for name, tensor in tensors]
             file.flush()
             os.fsync(file.fileno())
-        (partial / _INDEX).write_text(json.dumps(_head(version, lineage) | {"tensors": index}))
-        if target.exists():
-            shutil.rmtree(target)
-        partial.rename(target)
+        head = _head(version, lineage) | {"bits": bits.name, "tensors": index}
+        replace_durably(target / _INDEX, json.dumps(head).encode())
     except OSError as error:
+        with contextlib.suppress(OSError):
+            bits.unlink(missing_ok=True)
         raise BaselineError(
             f"the baseline cannot be saved in {str(target)!r} ({error}); free space or choose another "
             "folder"
         ) from error
+    for stale in target.glob(f"*{_BITS_SUFFIX}"):
+        if stale != bits:
+            stale.unlink(missing_ok=True)
 
 
 def _write(file: io.BufferedIOBase, name: str, tensor: torch.Tensor) -> dict[str, Any]:
@@ -107,7 +112,9 @@ def load_baseline(folder: str | os.PathLike[str]) -> SavedBaseline:
         lineage.fingerprints = {tuple(each) for each in index["fingerprints"]}
         lineage.start = None if index["start"] is None else WeightVersion(**index["start"])
         return SavedBaseline(
-            WeightVersion(**index["version"]), lineage, _tensors(path / _BITS, index["tensors"])
+            WeightVersion(**index["version"]),
+            lineage,
+            _tensors(path / index["bits"], index["tensors"]),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BaselineError(

@@ -72,7 +72,19 @@ class WeightSynchronizer:
         self._lineage = Lineage()
         self._history = TransferHistory(config.retained_bytes)
         self._decisions = DecisionLog(config.state_dir)
+        self._warn_of_doubt()
         self.status()  # every worker answers
+
+    def _warn_of_doubt(self) -> None:
+        latest = self._decisions.latest
+        if latest is not None and latest["decision"] == "commit":
+            logger.warning(
+                "sparse_refit: an earlier trainer died in transfer %s from %s to %s, after it had decided to "
+                "commit: an engine may hold either; the next sync after restore() brings them together",
+                latest["transfer_id"],
+                WeightVersion(**latest["base"]),
+                WeightVersion(**latest["target"]),
+            )
 
     def _engine(self, llm: Any, index: int) -> LocalEngine:
         return LocalEngine(llm, f"engine {index}", timeout_s=self._config.rpc_timeout_s)
