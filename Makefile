@@ -23,6 +23,7 @@ demo: $(STAMP)
 
 benchmark: $(STAMP)
 	$(BIN)/python -m benchmarks.refit --json
+	$(BIN)/python -m benchmarks.transport --json
 
 # Seconds for each of the four targets. atheris has wheels for few platforms, so it is installed here only.
 FUZZ_SECONDS ?= 60
