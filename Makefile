@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: test lint format demo benchmark models install clean
+.PHONY: test lint format demo benchmark models fuzz install clean
 
 test: lint
 	$(BIN)/python -m pytest
@@ -24,10 +24,19 @@ demo: $(STAMP)
 benchmark: $(STAMP)
 	$(BIN)/python -m benchmarks.refit --json
 	$(BIN)/python -m benchmarks.codec --json
+	$(BIN)/python -m benchmarks.transport --json
 
 # docs/models.md: every architecture against a plain, fresh engine; about a minute each.
 models: $(STAMP)
 	$(BIN)/python -m tests.models_table
+
+# Seconds for each of the four targets. atheris has wheels for few platforms, so it is installed here only.
+FUZZ_SECONDS ?= 60
+fuzz: $(STAMP)
+	$(BIN)/python -m pip install --quiet atheris
+	for target in decode decode_checksummed metadata message; do \
+		$(BIN)/python -m tests.fuzz.run $$target --seconds $(FUZZ_SECONDS) || exit 1; \
+	done
 
 install: $(STAMP)
 

@@ -35,6 +35,15 @@ def _require_positive(owner: object, *names: str) -> None:
             )
 
 
+def _require_counts(owner: object, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ConfigError(
+                f"{type(owner).__name__}.{name} must be a whole number of 0 or more, not {value!r}"
+            )
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorkerConfig:
     """Settings of a worker's server and receiver.
@@ -43,7 +52,12 @@ class WorkerConfig:
         enabled: True or False decides; None leaves it to ``VLLM_PLUGINS`` naming the plugin.
         bind_address: ZeroMQ endpoint of the server; a port of ``*`` takes a free one.
         api_key_env_var: Name of the environment variable that holds the key shared with the trainer.
-            Needed for any ``bind_address`` that is not loopback.
+            This or CURVE is needed for any ``bind_address`` that is not loopback.
+        curve_key_file: Secret file of the workers' CURVE key pair, the same on all workers, as made by
+            ``vllm-sparse-refit keygen``. Connections are encrypted then.
+        curve_clients_dir: Folder with the public files of those who may connect: the trainer's.
+        allow_unauthenticated: Bind off loopback without any key: everybody who reaches it can change the
+            weights.
         max_payload_bytes: Largest payload accepted from the wire, encoded.
         max_decoded_bytes: Largest payload accepted, decoded; checked before anything is decompressed.
         max_staged_bytes: Most decoded bytes held for one transfer.
@@ -54,11 +68,26 @@ class WorkerConfig:
             they were loaded, so that these layers can be updated. Without it such a model is refused.
         max_shadow_bytes: Most host memory that this may take in one worker; a model that needs more is
             refused. None sets no limit.
+        transfer_timeout_s: Seconds without a payload or a call after which an open or prepared transfer is
+            given up, and a committed one that was not released becomes final.
+        advertised_host: Host by which the trainer and the other workers reach this one; None takes the one
+            in ``bind_address``, which for all interfaces (``0.0.0.0``) is no host to connect to.
+        relay_queue_depth: Payloads that wait for one child, the one being sent included, before senders
+            are made to wait.
+        relay_timeout_s: Longest wait for a child to acknowledge one payload, in seconds, per try; a quarter
+            more for each level of workers below the child.
+        relay_retries: Further tries after a child did not acknowledge in time.
+        max_relay_bytes: Most bytes of payloads that wait to be forwarded.
+        peer_queue_depth: Unanswered payloads of one peer, at most.
+        max_peers: Peers that have unanswered payloads at one time, at most.
     """
 
     enabled: bool | None = None
     bind_address: str = "tcp://127.0.0.1:*"
     api_key_env_var: str | None = None
+    curve_key_file: str | None = None
+    curve_clients_dir: str | None = None
+    allow_unauthenticated: bool = False
     max_payload_bytes: int = 256 * MIB
     max_decoded_bytes: int = 1 * GIB
     max_staged_bytes: int = 16 * GIB
@@ -67,6 +96,14 @@ class WorkerConfig:
     timeout_s: float = 300.0
     shadow_packed_layers: bool = True
     max_shadow_bytes: int | None = None
+    transfer_timeout_s: float = 600.0
+    advertised_host: str | None = None
+    relay_queue_depth: int = 2
+    relay_timeout_s: float = 30.0
+    relay_retries: int = 1
+    max_relay_bytes: int = 1 * GIB
+    peer_queue_depth: int = 16
+    max_peers: int = 1024
 
     def __post_init__(self) -> None:
         _require_positive(
@@ -77,7 +114,14 @@ class WorkerConfig:
             "queue_depth",
             "staging_threads",
             "timeout_s",
+            "transfer_timeout_s",
+            "relay_queue_depth",
+            "relay_timeout_s",
+            "max_relay_bytes",
+            "peer_queue_depth",
+            "max_peers",
         )
+        _require_counts(self, "relay_retries")
         if self.enabled is not None and not isinstance(self.enabled, bool):
             raise ConfigError(f"sparse_refit.enabled must be true or false, not {self.enabled!r}")
         if not isinstance(self.shadow_packed_layers, bool):
@@ -90,6 +134,11 @@ class WorkerConfig:
             raise ConfigError(
                 "sparse_refit.max_shadow_bytes must be a whole number of 0 or more, or None, not "
                 f"{limit!r}"
+            )
+        if not isinstance(self.allow_unauthenticated, bool):
+            raise ConfigError(
+                "sparse_refit.allow_unauthenticated must be true or false, not "
+                f"{self.allow_unauthenticated!r}"
             )
 
     @classmethod
@@ -122,8 +171,12 @@ class SyncConfig:
 
     Attributes:
         api_key_env_var: Name of the environment variable that holds the key shared with the workers.
+        curve_key_file: Secret file of the trainer's own CURVE key pair, as made by
+            ``vllm-sparse-refit keygen``, where the workers use CURVE.
+        curve_server_key_file: Public file of the workers' key pair.
         timeout_s: Longest wait for a worker to acknowledge one payload, in seconds, per try.
         retries: Further tries after a payload was not acknowledged in time.
+        fanout: Most workers that one worker forwards a payload to; the trainer sends it once.
         chunk_elements: Elements compared at a time; bounds the trainer's temporary memory.
         payload_bytes: Size at which a payload is closed and sent, before compression.
         threads: Threads that compare and encode; None takes as many as the process may use, at most 8.
@@ -132,6 +185,13 @@ class SyncConfig:
         baseline_dir: Folder for a memory-mapped baseline; None keeps it in RAM.
         baseline_on_device: Keep each tensor's baseline on the device where the tensor is: twice the
             memory there, but only what changed crosses to the host.
+        rpc_timeout_s: Longest wait for one control call to an engine that has processes of its own, in
+            seconds. An engine that takes longer is not called again.
+        retained_bytes: Encoded bytes of past transfers that are kept to bring engines up that missed them;
+            an engine that needs an older one is sent every element. With 0 a snapshot also does without
+            the fingerprints of the engines' weights, which take a pass over them.
+        state_dir: Folder in which each sync writes down its decision before the first engine commits; None
+            keeps it in memory only.
         dtype: Cast floating tensors to this dtype before they are compared, as if the checkpoint were
             saved in it, for a trainer that keeps fp32 master weights: ``"bfloat16"``, ``"float16"`` or
             ``"float32"``. None sends them as they are.
@@ -140,8 +200,11 @@ class SyncConfig:
     """
 
     api_key_env_var: str | None = None
+    curve_key_file: str | os.PathLike[str] | None = None
+    curve_server_key_file: str | os.PathLike[str] | None = None
     timeout_s: float = 30.0
     retries: int = 2
+    fanout: int = 2
     chunk_elements: int = 2 * MIB
     payload_bytes: int = MIB // 2
     threads: int | None = None
@@ -149,6 +212,9 @@ class SyncConfig:
     verification_samples: int = 64
     baseline_dir: str | os.PathLike[str] | None = None
     baseline_on_device: bool = False
+    rpc_timeout_s: float = 600.0
+    retained_bytes: int = 256 * MIB
+    state_dir: str | os.PathLike[str] | None = None
     dtype: str | None = None
     ignore: tuple[str, ...] = ()
 
@@ -156,9 +222,11 @@ class SyncConfig:
         _require_positive(
             self,
             "timeout_s",
+            "fanout",
             "chunk_elements",
             "payload_bytes",
             "queue_depth",
+            "rpc_timeout_s",
         )
         if self.threads is not None and (type(self.threads) is not int or self.threads < 1):
             raise ConfigError(
@@ -172,9 +240,7 @@ class SyncConfig:
             )
         if isinstance(self.ignore, str):
             raise ConfigError(f"SyncConfig.ignore must be a tuple of patterns, not {self.ignore!r}")
-        for name in ("retries", "verification_samples"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 0:
-                raise ConfigError(f"SyncConfig.{name} must be a whole number of 0 or more")
+        _require_counts(self, "retries", "verification_samples", "retained_bytes")
 
 
 def read_api_key(env_var: str | None) -> bytes | None:

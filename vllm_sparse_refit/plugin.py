@@ -37,7 +37,10 @@ def register() -> None:
         setattr(WorkerWrapperBase, name, _forwarder(name))
     wrapper: Any = WorkerWrapperBase
     wrapper.load_model = _load_model
-    wrapper.reload_weights = _reload_weights
+    # Whatever else writes weights behind this plugin's back; the last two are vLLM's weight transfer.
+    for name in ("reload_weights", "reset_weights", "start_weight_update", "update_weights"):
+        setattr(WorkerWrapperBase, name, _replacing(name))
+    wrapper.sleep = _sleep
     wrapper.shutdown = _closing(wrapper.shutdown)
     setattr(WorkerWrapperBase, _REGISTERED, True)
 
@@ -113,21 +116,33 @@ def _load_model(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-def _reload_weights(wrapper: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """vLLM's own reload, which changes the version."""
-    from vllm_sparse_refit.worker.extension import live_receiver
+def _replacing(name: str) -> Callable[..., Any]:
+    """A worker's method that writes weights, after which they are of another version."""
 
-    worker = wrapper.worker
-    receiver = live_receiver(worker)
-    if receiver is None:
-        return worker.reload_weights(*args, **kwargs)
-    with receiver.weights_replaced("reload_weights"):
-        return worker.reload_weights(*args, **kwargs)
+    def replace(wrapper: Any, /, *args: Any, **kwargs: Any) -> Any:
+        from vllm_sparse_refit.worker.extension import live_receiver
+
+        method = getattr(wrapper.worker, name)
+        receiver = live_receiver(wrapper.worker)
+        if receiver is None:
+            return method(*args, **kwargs)
+        with receiver.weights_replaced(name):
+            return method(*args, **kwargs)
+
+    return replace
+
+
+def _sleep(wrapper: Any, /, level: int = 1) -> Any:
+    """vLLM's sleep, which at level 2 drops the weights."""
+    if level < 2:
+        return wrapper.worker.sleep(level)
+    return _replacing("sleep")(wrapper, level)
 
 
 def _start_receiver(worker: Any, config: WorkerConfig, observer: Any) -> None:
     from vllm_sparse_refit.apply.applier import VllmSparseDeltaApplier
     from vllm_sparse_refit.codec.payload import DecodeLimits
+    from vllm_sparse_refit.transport.curve import read_server_keys
     from vllm_sparse_refit.worker.extension import RECEIVER_ATTRIBUTE
     from vllm_sparse_refit.worker.receiver import Receiver
 
@@ -140,7 +155,13 @@ def _start_receiver(worker: Any, config: WorkerConfig, observer: Any) -> None:
         limits=limits,
         loaded=observer.report(worker.model_runner.get_model()),
     )
-    receiver = Receiver(applier, config, limits, read_api_key(config.api_key_env_var))
+    receiver = Receiver(
+        applier,
+        config,
+        limits,
+        read_api_key(config.api_key_env_var),
+        read_server_keys(config.curve_key_file, config.curve_clients_dir),
+    )
     receiver.start()
     # A second load (elastic scaling) replaces the first one's server.
     _close_receiver(worker)

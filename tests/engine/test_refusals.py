@@ -173,7 +173,11 @@ def _delta(**changes: Any) -> TensorDelta:
 def _open_transfer(sync: WeightSynchronizer, llm: Any) -> Iterator[ZmqSparseRefitClient]:
     (status,) = sync.status()
     digest = status["version"]["digest"]
-    (reply,) = llm.collective_rpc("sparse_refit_begin", args=("attack", digest, "label"))
+    (reply,) = llm.collective_rpc(
+        "sparse_refit_begin",
+        args=("attack", digest, "label"),
+        kwargs={"sequence": status["server"]["sequence"] + 1},
+    )
     assert reply["ok"], reply
     client = ZmqSparseRefitClient(status["address"], timeout_s=10, producer_id=0, retries=0)
     try:
@@ -184,10 +188,13 @@ def _open_transfer(sync: WeightSynchronizer, llm: Any) -> Iterator[ZmqSparseRefi
         assert reply["ok"], reply
 
 
-def _send(client: ZmqSparseRefitClient, body: bytes, checksum: str | None = None) -> dict[str, Any]:
+def _send(
+    client: ZmqSparseRefitClient, body: bytes, checksum: str | None = None, payload_id: int = 0
+) -> dict[str, Any]:
     return client.send_payload(
         transfer_id="attack",
-        payload_id=0,
+        sequence=client.status()["server"]["sequence"],
+        payload_id=payload_id,
         checksum=checksum_hex(body) if checksum is None else checksum,
         verification_candidates=0,
         body=body,
@@ -235,21 +242,18 @@ def test_a_payload_for_no_open_transfer(sync: WeightSynchronizer, llm: Any) -> N
         assert _send(client, GOOD)["duplicate"] is False
     (status,) = sync.status()
     client = ZmqSparseRefitClient(status["address"], timeout_s=10, producer_id=0, retries=0)
-    with contextlib.closing(client), pytest.raises(PayloadRejectedError, match="not open"):
-        _send(client, GOOD)
+    other = encode_payload([_delta(values=torch.tensor([3, 5], dtype=torch.int16))])
+    with contextlib.closing(client):
+        assert _send(client, GOOD)["duplicate"] is True  # dropped
+        with pytest.raises(PayloadRejectedError, match="not open"):
+            _send(client, other, payload_id=1)
 
 
 def test_two_payloads_for_the_same_elements(sync: WeightSynchronizer, llm: Any) -> None:
     with _open_transfer(sync, llm) as client:
         _send(client, GOOD)
         other = encode_payload([_delta(values=torch.tensor([3, 5], dtype=torch.int16))])
-        client.send_payload(
-            transfer_id="attack",
-            payload_id=1,
-            checksum=checksum_hex(other),
-            verification_candidates=0,
-            body=other,
-        )
+        _send(client, other, payload_id=1)
         (reply,) = llm.collective_rpc("sparse_refit_prepare", args=("attack", {"0": 2}))
         assert not reply["ok"]
         assert NORM in reply["error"]

@@ -6,14 +6,16 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import build_checkpoint, perturb_checkpoint
-from tests.engine.engines import checksums, engine
+from tests.engine.engines import checksums, engine, fresh_state, state
 from vllm_sparse_refit import SyncConfig, WeightSynchronizer
 from vllm_sparse_refit.errors import (
     AuthenticationError,
     BaselineError,
     ConfigError,
+    TransportTimeoutError,
     UnsupportedModelError,
 )
+from vllm_sparse_refit.transport.curve import generate_keys
 
 pytestmark = pytest.mark.engine
 
@@ -71,3 +73,39 @@ def test_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         right.snapshot(before)
         right.sync(after)
         assert checksums(running) != unchanged
+
+
+def test_curve_keys(tmp_path: Path) -> None:
+    before = build_checkpoint(tmp_path / "before", "llama")
+    perturb_checkpoint(before, tmp_path / "after", fraction=0.05, change="values")
+    for name in ("workers", "trainer", "stranger"):
+        generate_keys(tmp_path / "keys", name)
+    clients = tmp_path / "clients"
+    clients.mkdir()
+    (clients / "trainer.key").write_bytes((tmp_path / "keys" / "trainer.key").read_bytes())
+
+    def keys(name: str) -> dict[str, Path]:
+        return {
+            "curve_key_file": tmp_path / "keys" / f"{name}.key_secret",
+            "curve_server_key_file": tmp_path / "keys" / "workers.key",
+        }
+
+    workers = {
+        "curve_key_file": str(tmp_path / "keys" / "workers.key_secret"),
+        "curve_clients_dir": str(clients),
+    }
+    with engine(before, additional_config={"sparse_refit": workers}) as llm:
+        unchanged = checksums(llm)
+        for settings in (keys("stranger"), {}):
+            sync = WeightSynchronizer.connect(
+                llm, config=SyncConfig(timeout_s=0.5, retries=0, **settings)
+            )
+            sync.snapshot(before)
+            with pytest.raises(TransportTimeoutError, match="CURVE"):
+                sync.sync(tmp_path / "after")
+            assert checksums(llm) == unchanged
+        sync = WeightSynchronizer.connect(llm, config=SyncConfig(**keys("trainer")))
+        sync.snapshot(before)
+        assert sync.sync(tmp_path / "after").changed_elements > 0
+        synced = state(llm)
+    assert synced == fresh_state(tmp_path / "after")

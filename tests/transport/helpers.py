@@ -11,6 +11,7 @@ import zmq
 from vllm_sparse_refit.checksum import checksum_hex
 from vllm_sparse_refit.config import WorkerConfig
 from vllm_sparse_refit.transport.client import ZmqSparseRefitClient
+from vllm_sparse_refit.transport.curve import CurveServerKeys
 from vllm_sparse_refit.transport.protocol import DATA, PayloadMetadata, sign
 from vllm_sparse_refit.transport.server import ApplyPayload, ZmqSparseRefitServer
 
@@ -52,15 +53,55 @@ class Gate(Recorder):
 
 @contextlib.contextmanager
 def serving(
-    apply_payload: ApplyPayload, *, api_key: bytes | None = None, **config: Any
+    apply_payload: ApplyPayload,
+    *,
+    api_key: bytes | None = None,
+    curve: CurveServerKeys | None = None,
+    transfer_id: str | None = "t",
+    **config: Any,
 ) -> Iterator[tuple[ZmqSparseRefitServer, str]]:
+    """A started server on which transfer ``transfer_id`` was opened with sequence number 1."""
     server = ZmqSparseRefitServer(
-        apply_payload, config=WorkerConfig(**{"timeout_s": WAIT_S, **config}), api_key=api_key
+        apply_payload,
+        config=WorkerConfig(**{"timeout_s": WAIT_S, **config}),
+        api_key=api_key,
+        curve=curve,
     )
     try:
-        yield server, server.start()
+        address = server.start()
+        if transfer_id is not None:
+            server.open(transfer_id, 1)
+        yield server, address
     finally:
         server.close()
+
+
+@contextlib.contextmanager
+def fleet(
+    stagings: Sequence[ApplyPayload], *, fanout: int = 2, **config: Any
+) -> Iterator[list[tuple[ZmqSparseRefitServer, str]]]:
+    """Started servers, joined to a tree, on which transfer "t" was opened with sequence number 1."""
+    with contextlib.ExitStack() as stack:
+        members = [
+            stack.enter_context(serving(staging, transfer_id=None, **config))
+            for staging in stagings
+        ]
+        plant(members, fanout=fanout)
+        yield members
+
+
+def plant(
+    members: Sequence[tuple[ZmqSparseRefitServer, str]],
+    *,
+    fanout: int = 2,
+    transfer_id: str = "t",
+    sequence: int = 1,
+) -> None:
+    """Join servers to a tree and open a transfer on all of them."""
+    addresses = [address for _, address in members]
+    for server, address in members:
+        server.configure_tree(addresses, own_address=address, fanout=fanout)
+        server.open(transfer_id, sequence)
 
 
 @contextlib.contextmanager
@@ -83,6 +124,7 @@ def send(
     return client.send_payload(
         transfer_id=transfer_id,
         payload_id=payload_id,
+        sequence=options.pop("sequence", 1),
         checksum=options.pop("checksum", checksum_hex(body)),
         verification_candidates=3,
         body=body,
@@ -101,6 +143,7 @@ def request(
     metadata = PayloadMetadata(
         **{
             "transfer_id": "t",
+            "sequence": 1,
             "producer_id": 0,
             "payload_id": 0,
             "checksum": checksum_hex(body),

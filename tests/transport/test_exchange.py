@@ -29,6 +29,7 @@ from vllm_sparse_refit.errors import (
     ConfigError,
     PayloadError,
     PayloadRejectedError,
+    TransactionError,
     TransportError,
     TransportStoppedError,
     TransportTimeoutError,
@@ -67,6 +68,7 @@ def test_round_trip(body: bytes, api_key: bytes | None, bind_address: str, tmp_p
         "transfer_id": "t",
         "producer_id": 5,
         "payload_id": 9,
+        "sequence": 1,
         "checksum": checksum_hex(body),
         "verification_candidates": 3,
         "relay_root": None,
@@ -90,6 +92,10 @@ def test_a_client_sends_many_and_may_name_another_producer() -> None:
         "payloads_rejected": 0,
         "bytes_received": 25,
         "queue_depth": status["queue_depth"],
+        "peers": status["peers"],
+        "sequence": 1,
+        "relays": [],
+        "transfer": None,
         "last_error": None,
     }
 
@@ -224,21 +230,44 @@ def test_a_repeat_during_a_staging_that_fails_is_refused_too() -> None:
 
 def test_the_same_ids_with_other_bytes_are_refused() -> None:
     staged = Recorder()
-    with serving(staged) as (_, address), client_of(address) as client:
+    with serving(staged) as (server, address), client_of(address) as client:
         send(client, b"payload")
         with pytest.raises(PayloadRejectedError, match="sent before in transfer 't' with other"):
             send(client, b"another")
-        assert send(client, b"another", transfer_id="u")["duplicate"] is False
+        server.end("t")
+        with pytest.raises(PayloadRejectedError, match="sent before in transfer 't' with other"):
+            send(client, b"another")
+        server.open("u", 2)
+        assert send(client, b"another", transfer_id="u", sequence=2)["duplicate"] is False
     assert staged.bodies == [b"payload", b"another"]
 
 
-def test_a_forgotten_transfer_is_new_again() -> None:
+def test_a_transfer_that_ended_takes_nothing_new_and_never_opens_again() -> None:
     staged = Recorder()
     with serving(staged) as (server, address), client_of(address) as client:
         send(client)
-        server.forget("t")
-        assert send(client)["duplicate"] is False
+        server.end("t")
+        assert send(client)["duplicate"] is True
+        with pytest.raises(PayloadRejectedError, match="number 1 is not above 1"):
+            send(client, b"late", payload_id=1)
+        for sequence in (0, 1):
+            with pytest.raises(TransactionError, match="has begun number 1"):
+                server.open("t", sequence)
+        server.open("t", 2)  # the same name, another transfer
+        assert send(client)["duplicate"] is True
+        assert send(client, sequence=2)["duplicate"] is False
     assert len(staged.calls) == 2
+
+
+def test_a_payload_of_a_transfer_that_was_not_begun_is_refused() -> None:
+    staged = Recorder()
+    with serving(staged) as (server, address), client_of(address) as client:
+        with pytest.raises(TransactionError, match="'t' is open, and a worker has one"):
+            server.open("u", 2)
+        for transfer_id, sequence in (("t", 2), ("u", 2), ("u", 1)):
+            with pytest.raises(PayloadRejectedError, match="not open on this worker"):
+                send(client, transfer_id=transfer_id, sequence=sequence)
+    assert not staged.calls
 
 
 # --- Loss and delay --------------------------------------------------------------------------
@@ -526,13 +555,3 @@ def test_a_server_that_never_started_can_be_closed() -> None:
     server.close()
     with pytest.raises(ConfigError, match="empty"):
         ZmqSparseRefitServer(Recorder(), config=WorkerConfig(), api_key=b"")
-
-
-def test_the_tree_has_no_children_yet() -> None:
-    with serving(Recorder()) as (server, address):
-        server.configure_tree([], own_address=address)
-        server.configure_tree([address], own_address=address)
-        with pytest.raises(ConfigError, match="relays are not available"):
-            server.configure_tree([address, "tcp://127.0.0.1:9"], own_address=address)
-        with pytest.raises(ConfigError, match="is not this server's"):
-            server.configure_tree([], own_address="tcp://127.0.0.1:9")

@@ -25,6 +25,7 @@ from vllm_sparse_refit.transport.protocol import (
 
 GOOD: dict[str, Any] = {
     "transfer_id": "step-7",
+    "sequence": 3,
     "producer_id": 1,
     "payload_id": 2,
     "checksum": "0123456789abcdef" * 2,
@@ -36,12 +37,20 @@ printable = st.text(min_size=1, max_size=128).filter(str.isprintable)
 counts = st.integers(0, 2**63 - 1)
 
 
-@given(printable, counts, counts, st.binary(min_size=16, max_size=16), st.none() | printable)
+@given(
+    printable, counts, counts, counts, st.binary(min_size=16, max_size=16), st.none() | printable
+)
 def test_metadata_survives_the_wire(
-    transfer_id: str, producer_id: int, payload_id: int, checksum: bytes, relay_root: str | None
+    transfer_id: str,
+    sequence: int,
+    producer_id: int,
+    payload_id: int,
+    checksum: bytes,
+    relay_root: str | None,
 ) -> None:
     metadata = PayloadMetadata(
         transfer_id=transfer_id,
+        sequence=sequence,
         producer_id=producer_id,
         payload_id=payload_id,
         checksum=checksum.hex(),
@@ -59,6 +68,7 @@ def test_metadata_survives_the_wire(
         ("transfer_id", "two\nlines"),
         ("transfer_id", 7),
         ("transfer_id", "\ud800"),
+        ("sequence", -1),
         ("producer_id", -1),
         ("producer_id", True),
         ("producer_id", 1.0),
@@ -103,8 +113,8 @@ def test_random_bytes_raise_nothing_else(data: bytes) -> None:
 
 
 def test_another_protocol_is_refused_by_name() -> None:
-    data = json.dumps({**GOOD, "protocol": "vllm-sparse-refit/2"}).encode()
-    with pytest.raises(PayloadError, match=r"vllm-sparse-refit/2.*vllm-sparse-refit/1"):
+    data = json.dumps({**GOOD, "protocol": "vllm-sparse-refit/1"}).encode()
+    with pytest.raises(PayloadError, match=r"vllm-sparse-refit/1.*vllm-sparse-refit/2"):
         PayloadMetadata.from_bytes(data)
 
 

@@ -55,6 +55,7 @@ class Rig:
         self.before = state_bits(self.model)
         self.after = state_bits(TOY.model(BF16, self.new))
         self.fails: Exception | None = None
+        self.sequence = 0
         self.model._loader = self._load
         self.applier = toy_applier(self.model, refused=packed)
         settings = WorkerConfig(**{"timeout_s": 5.0, **config})
@@ -112,14 +113,20 @@ class Rig:
         assert isinstance(digest, str)
         return digest
 
-    def begin(self, transfer_id: str = "t1", base: str | None = None) -> Reply:
-        return self.call(
-            "sparse_refit_begin", transfer_id, self.digest if base is None else base, "step-1"
-        )
+    def begin(
+        self, transfer_id: str = "t1", base: str | None = None, label: str = "step-1"
+    ) -> Reply:
+        base = self.digest if base is None else base
+        sequence = self.ok("sparse_refit_status")["server"]["sequence"] + 1
+        reply = self.call("sparse_refit_begin", transfer_id, base, label, sequence=sequence)
+        if reply["ok"]:
+            self.sequence = sequence
+        return reply
 
     def send(self, body: bytes, payload_id: int = 0, transfer_id: str = "t1") -> Reply:
         return self.client.send_payload(
             transfer_id=transfer_id,
+            sequence=self.sequence,
             payload_id=payload_id,
             checksum=checksum_hex(body),
             verification_candidates=1,
@@ -267,7 +274,7 @@ def test_another_base_version_is_refused_and_the_own_one_named(rig: Rig) -> None
 def test_a_new_transfer_takes_the_place_of_an_abandoned_one(rig: Rig) -> None:
     for state in (State.OPEN, State.PREPARED, State.COMMITTED):
         rig.advance(state, f"left {state}")
-        rig.ok("sparse_refit_begin", f"after {state}", INITIAL, "step-2")
+        assert rig.begin(f"after {state}", INITIAL, "step-2")["ok"]
         assert_same_bits(rig.model, rig.before)
         assert "not open" in rig.refused("sparse_refit_release", f"left {state}")
         rig.ok("sparse_refit_abort", f"after {state}")
@@ -277,7 +284,7 @@ def test_an_abandoned_commit_is_kept_by_a_transfer_that_starts_from_it(rig: Rig)
     rig.advance(State.OPEN, "left")
     target = rig.prepare("left")["target_digest"]
     rig.ok("sparse_refit_commit", "left")
-    rig.ok("sparse_refit_begin", "next", target, "step-2")
+    assert rig.begin("next", target, "step-2")["ok"]
     assert_same_bits(rig.model, rig.after)
     rig.ok("sparse_refit_abort", "next")
     assert rig.digest == target
@@ -500,7 +507,7 @@ def test_a_rollback_that_fails_breaks_the_worker_for_good(
     monkeypatch.undo()
     assert rig.state == State.BROKEN
 
-    rig.refused("sparse_refit_begin", "t2", INITIAL, "step-2")
+    assert "rollback failed" in rig.begin("t2", INITIAL)["error"]
     rig.refused("sparse_refit_prepare", "t1", {})
     rig.refused("sparse_refit_commit", "t1")
     rig.refused("sparse_refit_release", "t1")
@@ -598,14 +605,32 @@ def shared() -> Iterator[Rig]:
         (b"t1", INITIAL, "step-1"),
         (7, INITIAL, "step-1"),
         ("t1", INITIAL, object()),
-        ("t1", INITIAL, "step-1", "many"),
-        ("t1", INITIAL, "step-1", -1),
     ],
 )
 def test_begin_refuses_arguments_of_the_wrong_type(rig: Rig, arguments: tuple[Any, ...]) -> None:
-    reply = rig.worker.sparse_refit_begin(*arguments, nonce="n1")
-    assert reply["ok"] is False
+    reply = rig.worker.sparse_refit_begin(*arguments, sequence=1, nonce="n1")
+    assert reply["error_type"] == "TransactionError"
     assert rig.state == State.IDLE
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {},
+        {"sequence": "1"},
+        {"sequence": -1},
+        {"sequence": 0},
+        {"sequence": 1, "verification_samples": "many"},
+        {"sequence": 1, "verification_samples": -1},
+        {"sequence": 1, "fanout": 0, "addresses": ["tcp://127.0.0.1:9"]},
+        {"sequence": 1, "addresses": ["tcp://127.0.0.1:9"]},
+        {"sequence": 1, "addresses": 7},
+    ],
+)
+def test_begin_refuses_bad_settings_and_stays_idle(rig: Rig, keywords: dict[str, Any]) -> None:
+    rig.refused("sparse_refit_begin", "t1", INITIAL, "step-1", **keywords)
+    assert rig.state == State.IDLE
+    assert rig.begin()["ok"]
 
 
 def test_a_keyword_named_worker_does_not_escape_the_boundary(rig: Rig) -> None:
@@ -618,6 +643,7 @@ def test_a_worker_without_the_plugin_enabled_says_so(method: str) -> None:
         "discover_native_skips": [{}],
         "sparse_refit_compare": [{}],
         "sparse_refit_adopt": ["snapshot", INITIAL],
+        "sparse_refit_recover": [INITIAL],
         "sparse_refit_begin": ["t1", INITIAL, "step-1"],
         "sparse_refit_prepare": ["t1", {}],
         "sparse_refit_commit": ["t1"],
@@ -626,7 +652,8 @@ def test_a_worker_without_the_plugin_enabled_says_so(method: str) -> None:
     }
     worker: Any = SimpleNamespace()
     call: Callable[..., Reply] = getattr(SparseRefitWorkerExtension, method)
-    reply = call(worker, *arguments.get(method, []), nonce="n3")
+    keywords = {"sequence": 1} if method == "sparse_refit_begin" else {}
+    reply = call(worker, *arguments.get(method, []), **keywords, nonce="n3")
     assert reply["ok"] is False
     assert reply["error_type"] == "PluginNotEnabledError"
     assert (reply["rank"], reply["nonce"]) == (-1, "n3")
@@ -639,6 +666,8 @@ def test_the_extension_leaves_the_workers_own_names_alone() -> None:
         "update_weights_from_decoded_sparse_payload",
         "finish_sparse_delta_refit",
         "sparse_refit_status",
+        "sparse_refit_recover",
+        "sparse_refit_fingerprint",
         "sparse_refit_compare",
         "sparse_refit_adopt",
         "sparse_refit_begin",

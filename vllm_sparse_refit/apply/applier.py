@@ -117,6 +117,11 @@ class VllmSparseDeltaApplier:
         return set(self._discovery.names(LoadKind.SKIP))
 
     @property
+    def is_discovered(self) -> bool:
+        """Whether there was a discovery."""
+        return self._discovery is not None
+
+    @property
     def discovery(self) -> Discovery:
         """The latest discovery.
 

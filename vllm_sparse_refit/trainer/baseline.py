@@ -284,6 +284,15 @@ class DeltaCompressionTracker:
         """
         return sum(entry.bits.numel() for entry in self._usable().values())
 
+    def tensors(self) -> Iterator[NamedTensor]:
+        """Every tensor of the baseline, on the CPU, sharing its memory: not to be written to.
+
+        Raises:
+            BaselineError: there is no baseline.
+        """
+        for name, entry in self._usable().items():
+            yield name, entry.bits.view(entry.dtype).view(entry.shape)
+
     def holds_same_bits(self, name: str, other: str) -> bool:
         """Whether two tensors of the baseline have equal dtypes and bits.
 

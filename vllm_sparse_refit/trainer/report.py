@@ -14,7 +14,8 @@ class SyncReport:
         version: the version that every worker holds now.
         engines, workers: how many were brought there.
         changed_elements, total_elements: of the canonical tensors, each counted once.
-        payloads: sent to each worker.
+        payloads: sent, each once; the workers forward them to each other.
+        resynced: engines that were first brought up to the version of the others.
         wire_bytes: of one copy of all payloads.
         dense_bytes: of all weights, for comparison.
         stream_s: seconds for exporting, comparing, encoding, sending and staging, overlapped.
@@ -33,6 +34,7 @@ class SyncReport:
     stream_s: float
     pause_s: float
     sync_s: float
+    resynced: int = 0
 
     @property
     def changed_fraction(self) -> float:
@@ -48,9 +50,10 @@ class SyncReport:
         return (
             f"version {self.version}: "
             f"{self.changed_fraction:.2%} of {self.total_elements:,} elements changed, "
-            f"{_size(self.wire_bytes)} sent to each of {self.workers} workers "
+            f"{_size(self.wire_bytes)} sent for {self.workers} workers "
             f"({share:.2%} of {_size(self.dense_bytes)}), {self.sync_s:.2f} s in all, "
             f"generation paused {self.pause_s * 1e3:.0f} ms"
+            + (f", {self.resynced} engines brought up first" if self.resynced else "")
         )
 
 

@@ -6,18 +6,20 @@ import contextlib
 import functools
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, Protocol, Self, TypeVar
 
 from vllm_sparse_refit.config import SyncConfig, read_api_key
 from vllm_sparse_refit.errors import ConfigError, TransportStoppedError
 from vllm_sparse_refit.trainer.exported import ExportedTensor, NamedTensor
 from vllm_sparse_refit.transport.client import ZmqSparseRefitClient
+from vllm_sparse_refit.transport.curve import read_client_keys
+from vllm_sparse_refit.transport.tree import height, patience
 
 if TYPE_CHECKING:
-    from vllm_sparse_refit.trainer.baseline import DeltaCompressionTracker, SparsePayload
+    from vllm_sparse_refit.trainer.baseline import SparsePayload
 
 T = TypeVar("T")
 
@@ -27,12 +29,22 @@ _STOP_CHECK_S: Final = 0.05
 _DEFAULT_CONFIG: Final = SyncConfig()
 
 
+class PayloadSource(Protocol):
+    """What the pipeline asks of a tracker."""
+
+    def encode_exported(
+        self, exports: Iterable[ExportedTensor]
+    ) -> Generator[SparsePayload, None, None]:
+        """The payloads of the tensors, in order. Closing it ends all that it started."""
+
+
 def stream_sparse_delta_payloads_via_zmq(
     iterator: Iterable[NamedTensor],
     *,
-    delta_tracker: DeltaCompressionTracker,
+    delta_tracker: PayloadSource,
     refit_targets: Sequence[str],
     transfer_id: str,
+    sequence: int,
     api_key_env_var: str | None = None,
     timeout_s: float = 60.0,
     shard_rank: int = 0,
@@ -41,10 +53,13 @@ def stream_sparse_delta_payloads_via_zmq(
 ) -> dict[str, int]:
     """Send what changed since the baseline to every target, as one producer of a transfer.
 
-    The iterator is pulled in the calling thread. Comparing and encoding run in a pool of threads, and
-    one sender per target in one of its own. At most ``config.queue_depth`` items wait between two
-    stages, so the slowest target sets the pace and memory stays bounded. A tensor must keep its
-    values until this returns; on a device, those it has when the caller's stream gets there.
+    Each payload is sent once, to the target at which this producer enters the relay tree, and the
+    targets forward it to each other.
+
+    The iterator is pulled in the calling thread. Comparing, encoding and sending run in threads of
+    their own. At most ``config.queue_depth`` items wait between two stages, and the targets hold few,
+    so the slowest one sets the pace and memory stays bounded. A tensor must keep its values until this
+    returns; on a device, those it has when the caller's stream gets there.
 
     The outcome of the sync is the caller's to tell the tracker: this calls none of its
     ``finish_export``, ``on_sync_succeeded`` and ``on_sync_failed``. When nothing changed, nothing
@@ -54,10 +69,13 @@ def stream_sparse_delta_payloads_via_zmq(
     Args:
         iterator: Canonical tensors, ``(name, tensor)``.
         delta_tracker: Holds the baseline; used by nobody else meanwhile.
-        refit_targets: Addresses of the workers' servers; each one gets every payload.
-        transfer_id: Names the transfer; not to be used for another one.
+        refit_targets: Addresses of the workers' servers, in the order in which each of them was given the
+            tree; each one gets every payload. Producer *n* enters at number *n*, counted around.
+        transfer_id: Names the transfer, which must have been begun on every target.
+        sequence: The number under which it was begun.
         api_key_env_var: Variable that holds the key; None takes ``config.api_key_env_var``.
-        timeout_s: Longest wait for one acknowledgement, in seconds, per try.
+        timeout_s: Longest wait for one acknowledgement, in seconds, per try; a quarter more for each level
+            of the tree below its root.
         shard_rank: Which shard this process sends, and its ``producer_id``.
         shard_count: Processes that share the tensors: number i of the iterator, counted from 0, is
             sent by shard ``i % shard_count``. The others are pulled and dropped.
@@ -65,7 +83,7 @@ def stream_sparse_delta_payloads_via_zmq(
 
     Returns:
         ``payloads``, ``deltas`` and ``changed_elements`` sent, ``total_elements`` of this shard's
-        tensors, ``wire_bytes`` of one copy of the payloads, ``sent_bytes`` of all copies.
+        tensors, ``wire_bytes`` of the payloads, each counted once, as each is sent once.
 
     Raises:
         ConfigError: no or repeated targets, a shard out of range, or the key's variable is empty.
@@ -77,21 +95,28 @@ def stream_sparse_delta_payloads_via_zmq(
     encoded = _Encoded()
     with _Pipeline() as pipeline:
         tensors: _Channel[ExportedTensor] = pipeline.channel(config.queue_depth)
-        outboxes: list[_Channel[_Numbered]] = []
-        for index, address in enumerate(refit_targets):
-            outboxes.append(pipeline.channel(config.queue_depth))
-            connect = functools.partial(
-                ZmqSparseRefitClient,
-                address,
-                timeout_s=timeout_s,
-                producer_id=shard_rank,
-                retries=config.retries,
-                api_key=api_key,
-                stop=pipeline.stopped,
-            )
-            samples = config.verification_samples
-            pipeline.start(f"send-{index}", _send, connect, outboxes[-1], transfer_id, samples)
-        pipeline.start("encode", _encode, tensors, outboxes, delta_tracker, encoded)
+        outbox: _Channel[_Numbered] = pipeline.channel(config.queue_depth)
+        root = refit_targets[shard_rank % len(refit_targets)]
+        levels = height(len(refit_targets), config.fanout)
+        connect = functools.partial(
+            ZmqSparseRefitClient,
+            root,
+            timeout_s=patience(timeout_s, levels),
+            producer_id=shard_rank,
+            retries=config.retries,
+            api_key=api_key,
+            curve=read_client_keys(config.curve_key_file, config.curve_server_key_file),
+            stop=pipeline.stopped,
+        )
+        send = functools.partial(
+            ZmqSparseRefitClient.send_payload,
+            transfer_id=transfer_id,
+            sequence=sequence,
+            verification_candidates=config.verification_samples,
+            relay_root=root,
+        )
+        pipeline.start("send", _send, connect, send, outbox)
+        pipeline.start("encode", _encode, tensors, outbox, delta_tracker, encoded)
         total_elements = _export(iterator, tensors, shard_rank, shard_count)
     return {
         "payloads": encoded.payloads,
@@ -99,7 +124,6 @@ def stream_sparse_delta_payloads_via_zmq(
         "changed_elements": encoded.changed_elements,
         "total_elements": total_elements,
         "wire_bytes": encoded.wire_bytes,
-        "sent_bytes": encoded.wire_bytes * len(refit_targets),
     }
 
 
@@ -136,34 +160,30 @@ def _export(
 
 def _encode(
     tensors: _Channel[ExportedTensor],
-    outboxes: Sequence[_Channel[_Numbered]],
-    tracker: DeltaCompressionTracker,
+    outbox: _Channel[_Numbered],
+    source: PayloadSource,
     encoded: _Encoded,
 ) -> None:
     # Closed at once on an error, so that its threads end before the pipeline does.
-    with contextlib.closing(tracker.encode_exported(tensors)) as payloads:
+    with contextlib.closing(source.encode_exported(tensors)) as payloads:
         for payload in payloads:
             numbered = _Numbered(encoded.payloads, payload)
             encoded.count(payload)
-            for outbox in outboxes:
-                outbox.put(numbered)
-    for outbox in outboxes:
-        outbox.close()
+            outbox.put(numbered)
+    outbox.close()
 
 
 def _send(
     connect: Callable[[], ZmqSparseRefitClient],
+    send: Callable[..., object],
     outbox: _Channel[_Numbered],
-    transfer_id: str,
-    verification_candidates: int,
 ) -> None:
     with contextlib.closing(connect()) as client:
         for numbered in outbox:
-            client.send_payload(
-                transfer_id=transfer_id,
+            send(
+                client,
                 payload_id=numbered.payload_id,
                 checksum=numbered.payload.checksum,
-                verification_candidates=verification_candidates,
                 body=numbered.payload.body,
             )
 

@@ -1,12 +1,12 @@
 """The one class that a training loop needs."""
 
-import contextlib
 import fnmatch
 import logging
 import math
+import os
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 from vllm_sparse_refit.codec.dtypes import dtype_from_name, dtype_name
@@ -14,18 +14,22 @@ from vllm_sparse_refit.config import SyncConfig, read_api_key
 from vllm_sparse_refit.errors import (
     BaselineError,
     ConfigError,
-    RefitError,
     TransactionError,
     UnsupportedModelError,
 )
 from vllm_sparse_refit.trainer.baseline import DeltaCompressionTracker
+from vllm_sparse_refit.trainer.decisions import DecisionLog
 from vllm_sparse_refit.trainer.engine import LocalEngine
 from vllm_sparse_refit.trainer.exported import NamedTensor
+from vllm_sparse_refit.trainer.history import RecordingSource, RetainedTransfer, TransferHistory
 from vllm_sparse_refit.trainer.report import SyncReport, VerificationReport
-from vllm_sparse_refit.trainer.routing import join_discoveries
-from vllm_sparse_refit.trainer.stream import stream_sparse_delta_payloads_via_zmq
+from vllm_sparse_refit.trainer.resync import Lineage, Resync, Workers
+from vllm_sparse_refit.trainer.routing import Routing, join_discoveries
+from vllm_sparse_refit.trainer.saved import load_baseline, save_baseline
+from vllm_sparse_refit.trainer.transaction import Transaction
 from vllm_sparse_refit.trainer.verification import compare_digests
 from vllm_sparse_refit.trainer.weights import named_weights
+from vllm_sparse_refit.transport.curve import read_client_keys
 from vllm_sparse_refit.weight_version import WeightVersion
 
 logger = logging.getLogger(__name__)
@@ -53,16 +57,39 @@ class WeightSynchronizer:
     Belongs to the thread that called :meth:`connect`, which must be the one that calls ``generate``.
     """
 
-    def __init__(self, engines: Sequence[LocalEngine], config: SyncConfig) -> None:
+    def __init__(self, engines: Sequence[Any], config: SyncConfig) -> None:
         # A key that is missing should not wait for the first sync to be noticed.
         read_api_key(config.api_key_env_var)
-        self._engines = list(engines)
+        read_client_keys(config.curve_key_file, config.curve_server_key_file)
         self._config = config
+        self._engines = [self._engine(llm, index) for index, llm in enumerate(engines)]
+        self._named = len(self._engines)
         self._dtype = None if config.dtype is None else dtype_from_name(config.dtype)
         self._tracker = DeltaCompressionTracker(config=config)
         self._version: WeightVersion | None = None
         self._dense_bytes = 0
-        self._workers = [worker for engine in self._engines for worker in engine.workers()]
+        self._sequence = 0
+        self._discoveries: dict[LocalEngine, Sequence[dict[str, Any]]] = {}
+        self._routing: Routing | None = None
+        self._lineage = Lineage()
+        self._history = TransferHistory(config.retained_bytes)
+        self._decisions = DecisionLog(config.state_dir)
+        self._warn_of_doubt()
+        self.status()  # every worker answers
+
+    def _warn_of_doubt(self) -> None:
+        latest = self._decisions.latest
+        if latest is not None and latest["decision"] == "commit":
+            logger.warning(
+                "sparse_refit: an earlier trainer died in transfer %s from %s to %s, after it had decided to "
+                "commit: an engine may hold either; the next sync after restore() brings them together",
+                latest["transfer_id"],
+                WeightVersion(**latest["base"]),
+                WeightVersion(**latest["target"]),
+            )
+
+    def _engine(self, llm: Any, index: int) -> LocalEngine:
+        return LocalEngine(llm, f"engine {index}", timeout_s=self._config.rpc_timeout_s)
 
     @classmethod
     def connect(cls, engines: Any, *, config: SyncConfig = _DEFAULTS) -> Self:
@@ -81,7 +108,55 @@ class WeightSynchronizer:
             raise ConfigError("connect() needs at least one engine")
         if len({id(llm) for llm in llms}) != len(llms):
             raise ConfigError("connect() was given the same engine twice")
-        return cls([LocalEngine(llm, f"engine {index}") for index, llm in enumerate(llms)], config)
+        return cls(llms, config)
+
+    def replace_engine(self, old: Any, new: Any) -> None:
+        """Go on with another engine in the place of one, which may be dead.
+
+        The next sync finds out what the new one holds and brings it up.
+
+        Raises:
+            ConfigError: ``old`` is not connected, or ``new`` is connected already or not supported.
+            PluginNotEnabledError: ``new`` runs without the plugin.
+        """
+        position = self._position(old)
+        if any(engine.is_engine_of(new) for engine in self._engines):
+            raise ConfigError("the new engine is connected already")
+        replacement = self._engine(new, self._named)
+        self._named += 1
+        self._discoveries.pop(self._engines[position], None)
+        self._engines[position] = replacement
+
+    def remove_engine(self, llm: Any) -> None:
+        """Go on without an engine, which may be dead.
+
+        Raises:
+            ConfigError: it is not connected, or the only one.
+        """
+        position = self._position(llm)
+        if len(self._engines) == 1:
+            raise ConfigError("this is the only engine; replace it with replace_engine()")
+        self._discoveries.pop(self._engines.pop(position), None)
+
+    def add_engine(self, llm: Any) -> None:
+        """Take one more engine; the next sync finds out what it holds and brings it up.
+
+        Raises:
+            ConfigError: it is connected already or not supported.
+            PluginNotEnabledError: it runs without the plugin.
+        """
+        if any(engine.is_engine_of(llm) for engine in self._engines):
+            raise ConfigError("this engine is connected already")
+        self._engines.append(self._engine(llm, self._named))
+        self._named += 1
+
+    def _position(self, llm: Any) -> int:
+        for position, engine in enumerate(self._engines):
+            if engine.is_engine_of(llm):
+                return position
+        raise ConfigError(
+            "this engine is not connected; connect() and add_engine() take engines in"
+        )
 
     @property
     def version(self) -> WeightVersion | None:
@@ -113,14 +188,26 @@ class WeightSynchronizer:
         """
         self._version = None
         self._tracker.snapshot_baseline(self._weights(model))
-        self._workers = [worker for engine in self._engines for worker in engine.workers()]
+        self._discover(self._engines)
+        self._compare_samples()
+        version = self._common_version()
+        self._lineage, self._history = Lineage(), TransferHistory(self._config.retained_bytes)
+        for engine, workers in self._recover(version).items():
+            self._lineage.trust(workers)
+            if self._config.retained_bytes:
+                self._lineage.remember(engine, version)
+        self._version = version
+
+    def _discover(self, engines: Sequence[LocalEngine]) -> None:
+        """Have engines classify the baseline's tensors, and route them as all engines need it."""
         info = {
             name: [list(shape), dtype_name(dtype)]
             for name, (shape, dtype) in self._tracker.state_dict_info.items()
         }
-        routing = join_discoveries(
-            info, {e.name: e.call("discover_native_skips", info) for e in self._engines}
-        )
+        for engine in engines:
+            self._discoveries[engine] = engine.call("discover_native_skips", info)
+        found = {engine.name: self._discoveries[engine] for engine in self._engines}
+        routing = join_discoveries(info, found)
         for name, partner in routing.tied:
             if not self._tracker.holds_same_bits(name, partner):
                 raise UnsupportedModelError(
@@ -137,12 +224,11 @@ class WeightSynchronizer:
         self._tracker.set_routing(
             skip=routing.skip, overwrite=routing.overwrite, dense=routing.dense
         )
+        self._routing = routing
         self._dense_bytes = sum(
             math.prod(shape) * dtype.itemsize
             for shape, dtype in self._tracker.state_dict_info.values()
         )
-        self._compare_samples()
-        self._version = self._common_version()
 
     def _compare_samples(self) -> None:
         """Refuse a snapshot of other weights than the engines hold: every later xor would be wrong."""
@@ -224,26 +310,31 @@ class WeightSynchronizer:
         """
         started = time.perf_counter()
         base = self._checked_base(label, pause)
-        transfer_id = uuid.uuid4().hex
         label = label if label is not None else _next_label(base)
+        workers = self._recover(base)
+        resynced = self._bring_up(workers, base, pause)
+        transaction = Transaction(
+            workers, self._config, sequence=self._next_sequence(), label=label
+        )
+        source = RecordingSource(self._tracker)
         try:
-            self._begin(transfer_id, base, label)
-            counts = self._stream(model, transfer_id)
+            transaction.begin(dict.fromkeys(workers, base.digest))
+            counts = transaction.stream(self._weights(model), source)
+            self._tracker.finish_export()
             streamed = time.perf_counter()
-            if counts["payloads"]:
-                version = self._prepare(transfer_id, label, counts["payloads"])
+            version = self._prepare(transaction, label, counts["payloads"]) or base
         except BaseException as error:
-            self._give_up(transfer_id, error)
+            self._give_up(transaction, error)
             raise
-        if counts["payloads"]:
-            pause_s = self._commit(transfer_id, version, pause)
+        pause_s = 0.0
+        if version == base:
+            self._end_empty(transaction)
         else:
-            version, pause_s = base, 0.0
-            self._end_empty(transfer_id)
+            pause_s = self._commit(transaction, base, version, source, pause)
         report = SyncReport(
             version=version,
-            engines=len(self._engines),
-            workers=len(self._workers),
+            engines=len(workers),
+            workers=sum(len(replies) for replies in workers.values()),
             changed_elements=counts["changed_elements"],
             total_elements=counts["total_elements"],
             payloads=counts["payloads"],
@@ -252,15 +343,55 @@ class WeightSynchronizer:
             stream_s=streamed - started,
             pause_s=pause_s,
             sync_s=time.perf_counter() - started,
+            resynced=resynced,
         )
         logger.info("sparse_refit: %s", report)
         return report
 
-    def _give_up(self, transfer_id: str, error: BaseException) -> None:
+    def _recover(self, base: WeightVersion) -> dict[LocalEngine, Workers]:
+        """End what an earlier transfer left open, and see what every worker holds."""
+        workers: dict[LocalEngine, Workers] = {
+            engine: engine.call("sparse_refit_recover", base.digest) for engine in self._engines
+        }
+        for replies in workers.values():
+            for reply in replies:
+                self._sequence = max(self._sequence, int(reply["server"]["sequence"]))
+        return workers
+
+    def _next_sequence(self) -> int:
+        self._sequence += 1
+        return self._sequence
+
+    def _bring_up(
+        self, workers: Mapping[LocalEngine, Workers], base: WeightVersion, pause: bool
+    ) -> int:
+        """Bring engines to ``base`` that were restarted, joined late or were written by others."""
+        behind = {
+            engine: replies
+            for engine, replies in workers.items()
+            if not self._lineage.trusts(replies)
+            or any(reply["version"]["digest"] != base.digest for reply in replies)
+        }
+        if not behind:
+            return 0
+        self._discover(list(behind))
+        assert self._routing is not None
+        resync = Resync(
+            self._config,
+            self._tracker,
+            self._history,
+            self._lineage,
+            next_sequence=self._next_sequence,
+        )
+        resync.bring_up(behind, base, skip=self._routing.skip, pause=pause)
+        return len(behind)
+
+    def _give_up(self, transaction: Transaction, error: BaseException) -> None:
         """Leave everything as it was before the sync; what goes wrong with that is noted on ``error``."""
         self._tracker.on_sync_failed()
-        for problem in self._abort(transfer_id):
+        for problem in transaction.abort():
             error.add_note(problem)
+        self._decisions.aborted(transaction.transfer_id)
 
     def _checked_base(self, label: object, pause: bool) -> WeightVersion:
         if label is not None and not isinstance(label, str):
@@ -273,96 +404,73 @@ class WeightSynchronizer:
             engine.check_idle(pause)
         return self._version
 
-    def _begin(self, transfer_id: str, base: WeightVersion, label: str) -> None:
-        for engine in self._engines:
-            engine.call(
-                "sparse_refit_begin",
-                transfer_id,
-                base.digest,
-                label,
-                verification_samples=self._config.verification_samples,
+    def _prepare(self, transaction: Transaction, label: str, payloads: int) -> WeightVersion | None:
+        """The version that all workers are ready to come to; None if nothing changed."""
+        if not payloads:
+            return None
+        digests = set(transaction.prepare({"0": payloads}).values())
+        if len(digests) != 1:
+            raise TransactionError(
+                f"the engines staged different payloads for transfer {transaction.transfer_id}; "
+                "sync again"
             )
+        return WeightVersion(label, digests.pop())
 
-    def _stream(self, model: Any, transfer_id: str) -> dict[str, int]:
-        counts = stream_sparse_delta_payloads_via_zmq(
-            self._weights(model),
-            delta_tracker=self._tracker,
-            refit_targets=[worker.address for worker in self._workers],
-            transfer_id=transfer_id,
-            timeout_s=self._config.timeout_s,
-            config=self._config,
-        )
-        self._tracker.finish_export()
-        return counts
-
-    def _end_empty(self, transfer_id: str) -> None:
-        problems = self._abort(transfer_id)
+    def _end_empty(self, transaction: Transaction) -> None:
+        problems = transaction.abort()
         self._tracker.on_sync_succeeded()
         if problems:
             raise TransactionError(f"an empty transfer could not be closed: {problems[0]}")
 
-    def _prepare(self, transfer_id: str, label: str, payloads: int) -> WeightVersion:
-        """Have every worker check that it can commit; after this only a fault can stop it."""
-        digests = {
-            str(reply["target_digest"])
-            for engine in self._engines
-            for reply in engine.call("sparse_refit_prepare", transfer_id, {"0": payloads})
-        }
-        if len(digests) != 1:
-            raise TransactionError(
-                f"the workers staged different payloads for transfer {transfer_id}; sync again"
-            )
-        return WeightVersion(label, digests.pop())
-
-    def _commit(self, transfer_id: str, version: WeightVersion, pause: bool) -> float:
+    def _commit(
+        self,
+        transaction: Transaction,
+        base: WeightVersion,
+        version: WeightVersion,
+        source: RecordingSource,
+        pause: bool,
+    ) -> float:
         """Write, verify and drop stale caches everywhere, then make it final; returns seconds paused."""
-        started = time.perf_counter()
-        with contextlib.ExitStack() as stack:
-            try:
-                for engine in self._engines:
-                    engine.check_idle(pause)
-                    stack.enter_context(engine.paused(pause))
-                self._write(transfer_id)
-            except BaseException as error:
-                # Still paused: no token may come from weights that are about to be taken back.
-                self._give_up(transfer_id, error)
-                raise
-            self._make_final(transfer_id, version)
+        started, decided = time.perf_counter(), False
+        try:
+            with transaction.paused(pause):
+                try:
+                    self._decisions.write("commit", transaction.transfer_id, base, version)
+                    transaction.write()
+                    self._decisions.write("final", transaction.transfer_id, base, version)
+                except BaseException as error:
+                    # Still paused: no token may come from weights that are about to be taken back.
+                    self._give_up(transaction, error)
+                    decided = True
+                    raise
+                decided = True
+                retained = RetainedTransfer(base, version, tuple(source.payloads))
+                self._make_final(transaction, version, retained)
+        except BaseException as error:
+            if not decided:
+                self._give_up(transaction, error)
+            raise
         return time.perf_counter() - started
 
-    def _write(self, transfer_id: str) -> None:
-        for engine in self._engines:
-            engine.call("sparse_refit_commit", transfer_id)
-        for engine in self._engines:
-            engine.call("finish_sparse_delta_refit")
-        for engine in self._engines:
-            engine.reset_caches()
-
-    def _make_final(self, transfer_id: str, version: WeightVersion) -> None:
+    def _make_final(
+        self, transaction: Transaction, version: WeightVersion, retained: RetainedTransfer
+    ) -> None:
         """Every worker holds verified new weights: from here on the sync has happened.
 
-        Until all of it is done the version counts as unknown, so that an interrupt in between asks for a
-        snapshot instead of comparing with a baseline that may be behind.
+        The trainer moves first. An engine that is not told any more keeps the new weights too: its own
+        limit or the next transfer makes them final there.
         """
+        # Unknown in between, so that an interrupt asks for a snapshot and compares with nothing stale.
         self._version = None
-        problems = []
-        for engine in self._engines:
-            try:
-                engine.call("sparse_refit_release", transfer_id)
-            except RefitError as error:
-                problems.append(str(error))
         self._tracker.on_sync_succeeded()
-        if problems:
-            raise TransactionError(
-                f"the new weights are in every engine, but {len(problems)} could not make them final "
-                f"({problems[0]}); restart those engines from the new checkpoint and call snapshot()"
-            )
+        self._history.add(retained)
         self._version = version
-
-    def _abort(self, transfer_id: str) -> list[str]:
-        """Give the transfer up on every engine; returns what went wrong with that."""
-        problems = [engine.abort(transfer_id) for engine in self._engines]
-        return [problem for problem in problems if problem is not None]
+        if problems := transaction.release():
+            raise TransactionError(
+                f"the sync to version {version} has happened, but {len(problems)} of "
+                f"{len(self._engines)} engines could not be told to make it final ({problems[0]}); the "
+                "next sync brings up those that still run, replace_engine() the others"
+            )
 
     def settle(self) -> None:
         """Wait until the baseline has followed the last sync, as the next sync would do.
@@ -371,6 +479,38 @@ class WeightSynchronizer:
             BaselineError: there is no baseline.
         """
         self._tracker.settle()
+
+    # --- a trainer that restarts ---------------------------------------------------------------------
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write the baseline and its version to a folder, for :meth:`restore` in another process.
+
+        Takes as much disk as the weights. An earlier save in the folder is replaced when this one is
+        complete.
+
+        Raises:
+            BaselineError: there is no baseline, or it cannot be written.
+        """
+        if self._version is None:
+            raise BaselineError("there is no baseline to save; call snapshot() first")
+        save_baseline(folder, self._tracker.tensors(), self._version, self._lineage)
+
+    def restore(self, folder: str | os.PathLike[str]) -> None:
+        """Go on from what :meth:`save` wrote, in the place of :meth:`snapshot`.
+
+        Engines that went on to other versions meanwhile are brought back to the saved one by the next sync.
+
+        Raises:
+            BaselineError: the folder holds no complete save, or one that was damaged; says which.
+            UnsupportedModelError: as :meth:`snapshot`.
+        """
+        self._version = None
+        saved = load_baseline(folder)
+        self._tracker.snapshot_baseline(saved.tensors)
+        self._recover(saved.version)
+        self._discover(self._engines)
+        self._lineage, self._history = saved.lineage, TransferHistory(self._config.retained_bytes)
+        self._version = saved.version
 
     def close(self) -> None:
         """Give the baseline's memory or files back. The engines go on as they are."""

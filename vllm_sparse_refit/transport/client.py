@@ -16,18 +16,20 @@ from vllm_sparse_refit.errors import (
     TransportStoppedError,
     TransportTimeoutError,
 )
-from vllm_sparse_refit.transport.endpoint import needs_ipv6
+from vllm_sparse_refit.transport.curve import CurveClientKeys
 from vllm_sparse_refit.transport.protocol import (
     ACK,
     DATA,
-    MAX_REPLY_BYTES,
     NACK,
     REPLY_FRAMES,
+    STAT,
     PayloadMetadata,
+    StatusQuery,
     check_key,
     parse_reply,
     sign,
 )
+from vllm_sparse_refit.transport.sockets import connect_dealer
 
 # How soon a client that waits for a reply notices that it was told to stop.
 _STOP_CHECK_S: Final = 0.05
@@ -43,6 +45,7 @@ class ZmqSparseRefitClient:
         retries: Further tries after a payload was not acknowledged in time. A retry sends the same
             ids and bytes, so the worker stages the payload once however many copies reach it.
         api_key: Key shared with the worker; it signs each payload and is never sent.
+        curve: Keys of a connection that is encrypted; a worker that does not allow them never answers.
         stop: When another thread sets it, a waiting ``send_payload`` soon gives up.
 
     Raises:
@@ -58,6 +61,7 @@ class ZmqSparseRefitClient:
         producer_id: int,
         retries: int,
         api_key: bytes | None = None,
+        curve: CurveClientKeys | None = None,
         stop: threading.Event | None = None,
     ) -> None:
         if not timeout_s > 0 or retries < 0:
@@ -69,11 +73,12 @@ class ZmqSparseRefitClient:
         self._producer_id = producer_id
         self._retries = retries
         self._api_key = check_key(api_key)
+        self._curve = curve
         self._stop = stop if stop is not None else threading.Event()
         self._request_ids = itertools.count()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = zmq.Context()
         try:
-            self._socket = self._connect(self._context)
+            self._socket = connect_dealer(self._context, self._address, self._curve)
         except TransportError:
             self.close()
             raise
@@ -82,6 +87,7 @@ class ZmqSparseRefitClient:
         self,
         *,
         transfer_id: str,
+        sequence: int,
         payload_id: int,
         checksum: str,
         verification_candidates: int,
@@ -89,11 +95,16 @@ class ZmqSparseRefitClient:
         relay_root: str | None = None,
         producer_id: int | None = None,
     ) -> dict[str, Any]:
-        """Send one payload and wait until the worker has staged it.
+        """Send one payload and wait until the worker has registered it.
+
+        Registered means: verified, staged, and queued for the worker's children within their bound.
 
         Args:
+            sequence: The number under which the transfer was begun on the workers.
             checksum: xxh3-128 of ``body``, 32 hex digits.
             body: The payload; not copied, so it must stay as it is until this returns.
+            relay_root: This worker's address, to have the payload forwarded to the whole tree; None
+                leaves it at this worker.
             producer_id: Overrides this client's own.
 
         Returns:
@@ -111,33 +122,55 @@ class ZmqSparseRefitClient:
         """
         metadata = PayloadMetadata(
             transfer_id=transfer_id,
+            sequence=sequence,
             producer_id=self._producer_id if producer_id is None else producer_id,
             payload_id=payload_id,
             checksum=checksum,
             verification_candidates=verification_candidates,
             relay_root=relay_root,
         )
+        what = f"payload {payload_id} of transfer {transfer_id!r}"
+        metadata_bytes = metadata.to_bytes()
+        mac = sign(self._api_key, metadata_bytes, body)
+        return self._request([DATA, metadata_bytes, mac, body], what)
+
+    def forward(self, metadata_bytes: bytes, mac: bytes, body: bytes) -> dict[str, Any]:
+        """Send a payload on with the frames it came in; returns and raises as :meth:`send_payload`."""
+        metadata = PayloadMetadata.from_bytes(metadata_bytes)
+        what = f"payload {metadata.payload_id} of transfer {metadata.transfer_id!r}"
+        return self._request([DATA, metadata_bytes, mac, body], what)
+
+    def status(self, transfer_id: str | None = None) -> dict[str, Any]:
+        """What the worker reports about itself, and about the progress of a transfer.
+
+        Raises:
+            TransportError: as :meth:`send_payload`.
+        """
+        metadata_bytes = StatusQuery(transfer_id=transfer_id).to_bytes()
+        mac = sign(self._api_key, metadata_bytes, b"")
+        return self._request([STAT, metadata_bytes, mac, b""], "a status query")
+
+    def _request(self, frames: list[bytes], what: str) -> dict[str, Any]:
+        """Send kind, metadata, mac and body until an answer comes; returns an ACK's JSON."""
         if self._context is None:
             raise TransportError(f"the client of {self._address} is closed; make a new one")
-        metadata_bytes = metadata.to_bytes()
         request_id = next(self._request_ids).to_bytes(8, "big")
-        frames = [DATA, request_id, metadata_bytes, sign(self._api_key, metadata_bytes, body), body]
-
+        frames.insert(1, request_id)
         started = time.monotonic()
         for attempt in range(self._retries + 1):
             if attempt:
                 # A fresh connection: the old one may be half dead, and may hold an unsent copy.
                 self._socket.close(linger=0)
-                self._socket = self._connect(self._context)
+                self._socket = connect_dealer(self._context, self._address, self._curve)
             reply = self._exchange(frames, request_id)
             if reply is not None:
-                return self._accepted(reply, metadata)
+                return self._accepted(reply, what)
         raise TransportTimeoutError(
-            f"{self._address} did not acknowledge payload {payload_id} of transfer {transfer_id!r} "
+            f"{self._address} did not acknowledge {what} "
             f"within {time.monotonic() - started:.1f} s ({self._retries + 1} tries); check that "
-            "the worker is alive and reachable at this address, that its staging is not stuck, and "
-            f"that {len(body)} bytes are within its max_payload_bytes (it drops larger ones "
-            "unanswered)"
+            "the worker is alive and reachable at this address, that its staging is not stuck, "
+            f"that {len(frames[-1])} bytes are within its max_payload_bytes (it drops larger ones "
+            "unanswered)" + self._curve_hint()
         )
 
     def close(self) -> None:
@@ -146,22 +179,10 @@ class ZmqSparseRefitClient:
         if context is not None:
             context.destroy(linger=0)
 
-    def _connect(self, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
-        socket = context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDHWM, 1)
-        socket.setsockopt(zmq.RCVHWM, 16)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY_BYTES)
-        socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-        socket.setsockopt(zmq.IPV6, int(needs_ipv6(self._address)))
-        try:
-            socket.connect(self._address)
-        except zmq.ZMQError as error:
-            raise TransportError(
-                f"cannot connect to {self._address!r}: {error.strerror}; "
-                "an address looks like tcp://10.0.0.5:43121"
-            ) from error
-        return socket
+    def _curve_hint(self) -> str:
+        if self._curve is None:
+            return ", and that it does not ask for CURVE keys"
+        return ", and that its CURVE key and its allow-list fit this client's"
 
     def _exchange(self, frames: list[bytes], request_id: bytes) -> list[bytes] | None:
         """One try: the reply to ``request_id``, or None when the time is up."""
@@ -186,7 +207,7 @@ class ZmqSparseRefitClient:
                 return True
         raise TransportStoppedError(f"sending to {self._address} was stopped")
 
-    def _accepted(self, reply: list[bytes], metadata: PayloadMetadata) -> dict[str, Any]:
+    def _accepted(self, reply: list[bytes], what: str) -> dict[str, Any]:
         try:
             answer = parse_reply(reply[2])
         except PayloadError as error:
@@ -201,7 +222,4 @@ class ZmqSparseRefitClient:
             if error_type == AuthenticationError.__name__
             else PayloadRejectedError
         )
-        raise rejected(
-            f"{self._address} refused payload {metadata.payload_id} of transfer "
-            f"{metadata.transfer_id!r}: {error_type}: {answer.get('error')}"
-        )
+        raise rejected(f"{self._address} refused {what}: {error_type}: {answer.get('error')}")

@@ -30,3 +30,23 @@ def is_loopback(address: str) -> bool:
 def needs_ipv6(address: str) -> bool:
     """Whether ``address`` is written with a literal IPv6 host."""
     return "[" in address
+
+
+def advertised(address: str, host: str | None) -> str:
+    """``address``, a bound endpoint, as others reach it: with ``host`` in place of its own host.
+
+    Raises:
+        ConfigError: ``host`` is given for an endpoint that has none.
+    """
+    if host is None:
+        return address
+    scheme, _, rest = address.partition("://")
+    if scheme != "tcp":
+        raise ConfigError(f"sparse_refit.advertised_host={host!r} makes no sense for {address!r}")
+    return f"tcp://{host}:{rest.rpartition(':')[2]}"
+
+
+def is_wildcard(address: str) -> bool:
+    """Whether ``address`` stands for all interfaces, so that nobody can connect to it from elsewhere."""
+    host = address.partition("://")[2].rpartition(":")[0]
+    return host in ("0.0.0.0", "[::]", "*")

@@ -3,6 +3,7 @@
 A request is five frames::
 
     DATA | request id | metadata (JSON) | mac | body
+    STAT | request id | {"protocol", "transfer_id"} | mac | empty
 
 and a reply is three::
 
@@ -24,9 +25,10 @@ from typing import Any, Final, Self
 
 from vllm_sparse_refit.errors import AuthenticationError, ConfigError, PayloadError
 
-PROTOCOL: Final = "vllm-sparse-refit/1"
+PROTOCOL: Final = "vllm-sparse-refit/2"
 
 DATA: Final = b"DATA"
+STAT: Final = b"STAT"
 ACK: Final = b"ACK"
 NACK: Final = b"NACK"
 
@@ -52,17 +54,20 @@ class PayloadMetadata:
 
     Attributes:
         transfer_id: Names the transfer; printable, 1 to 128 characters.
+        sequence: The number under which the transfer was begun; a worker's only grows.
         producer_id: Names the sending process within the transfer.
         payload_id: Names the payload within its producer; the three ids name it for good.
         checksum: xxh3-128 of the body, 32 lower-case hex digits.
         verification_candidates: Changed elements to read back per tensor after the commit.
-        relay_root: Address of the first worker of a relay tree; None when sent directly.
+        relay_root: Address of the worker at which the payload entered the relay tree; None for a payload
+            that is not to be forwarded.
 
     Raises:
         PayloadError: a value has the wrong type or is out of range.
     """
 
     transfer_id: str
+    sequence: int
     producer_id: int
     payload_id: int
     checksum: str
@@ -71,7 +76,7 @@ class PayloadMetadata:
 
     def __post_init__(self) -> None:
         _require_text("transfer_id", self.transfer_id)
-        for name in ("producer_id", "payload_id", "verification_candidates"):
+        for name in ("sequence", "producer_id", "payload_id", "verification_candidates"):
             _require_count(name, getattr(self, name))
         if not isinstance(self.checksum, str) or not _CHECKSUM.fullmatch(self.checksum):
             raise PayloadError(
@@ -91,15 +96,7 @@ class PayloadMetadata:
         Raises:
             PayloadError: no JSON object, another protocol, or a missing, unknown or bad field.
         """
-        if len(data) > MAX_METADATA_BYTES:
-            raise PayloadError(f"metadata of {len(data)} bytes; the limit is {MAX_METADATA_BYTES}")
-        fields = _json_object(data, "metadata")
-        protocol = fields.pop("protocol", None)
-        if protocol != PROTOCOL:
-            raise PayloadError(
-                f"the sender speaks protocol {_short(protocol)} and this worker {PROTOCOL!r}; "
-                "install the same version of vllm-sparse-refit on both sides"
-            )
+        fields = _protocol_fields(data)
         known = {field.name for field in dataclasses.fields(cls)}
         if fields.keys() != known:
             raise PayloadError(
@@ -110,11 +107,40 @@ class PayloadMetadata:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StatusQuery:
+    """A question for a worker's status.
+
+    Attributes:
+        transfer_id: Transfer to report the progress of; None for none.
+    """
+
+    transfer_id: str | None = None
+
+    def to_bytes(self) -> bytes:
+        """The metadata frame."""
+        return _json_bytes({"protocol": PROTOCOL, "transfer_id": self.transfer_id})
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Read a metadata frame.
+
+        Raises:
+            PayloadError: no JSON object, another protocol, or a missing, unknown or bad field.
+        """
+        fields = _protocol_fields(data)
+        if fields.keys() != {"transfer_id"}:
+            raise PayloadError(f"a status query has the field transfer_id, not {_short(fields)}")
+        if fields["transfer_id"] is not None:
+            _require_text("transfer_id", fields["transfer_id"])
+        return cls(**fields)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RequestHead:
     """A request without its body, validated but not yet authenticated."""
 
     request_id: bytes
-    metadata: PayloadMetadata
+    metadata: PayloadMetadata | StatusQuery
     metadata_bytes: bytes
     mac: bytes
 
@@ -126,13 +152,14 @@ def parse_request_head(frames: Sequence[bytes]) -> RequestHead:
         PayloadError: these are no frames of a request.
     """
     kind, request_id, metadata_bytes, mac = frames
-    if kind != DATA:
-        raise PayloadError(f"unknown message kind {_short(kind)}; expected {DATA!r}")
+    if kind not in (DATA, STAT):
+        raise PayloadError(f"unknown message kind {_short(kind)}; expected {DATA!r} or {STAT!r}")
     if len(mac) not in (0, MAC_BYTES):
         raise PayloadError(f"a mac has {MAC_BYTES} bytes or none, not {len(mac)}")
+    read = PayloadMetadata.from_bytes if kind == DATA else StatusQuery.from_bytes
     return RequestHead(
         request_id=request_id,
-        metadata=PayloadMetadata.from_bytes(metadata_bytes),
+        metadata=read(metadata_bytes),
         metadata_bytes=metadata_bytes,
         mac=mac,
     )
@@ -208,6 +235,20 @@ def parse_reply(data: bytes) -> dict[str, Any]:
         PayloadError: it is none.
     """
     return _json_object(data, "reply")
+
+
+def _protocol_fields(data: bytes) -> dict[str, Any]:
+    """The fields of a metadata frame of this protocol, less the protocol's name."""
+    if len(data) > MAX_METADATA_BYTES:
+        raise PayloadError(f"metadata of {len(data)} bytes; the limit is {MAX_METADATA_BYTES}")
+    fields = _json_object(data, "metadata")
+    protocol = fields.pop("protocol", None)
+    if protocol != PROTOCOL:
+        raise PayloadError(
+            f"the sender speaks protocol {_short(protocol)} and this worker {PROTOCOL!r}; "
+            "install the same version of vllm-sparse-refit on both sides"
+        )
+    return fields
 
 
 def _require_text(name: str, value: object) -> None:

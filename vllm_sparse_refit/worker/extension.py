@@ -11,8 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vllm_sparse_refit.apply.applier import DEFAULT_SAMPLES
+from vllm_sparse_refit.checksum import checksum_hex
 from vllm_sparse_refit.codec.dtypes import dtype_from_name
 from vllm_sparse_refit.errors import EngineStateError, PluginNotEnabledError, RefitError
+from vllm_sparse_refit.transport.tree import DEFAULT_FANOUT
 from vllm_sparse_refit.worker.receiver import Receiver
 
 # Below vLLM's own logger, so that lines come out in its format and with its worker prefix.
@@ -79,6 +81,11 @@ class SparseRefitWorkerExtension:
         return _receiver(self).status()
 
     @_rpc
+    def sparse_refit_recover(self, base_digest: str) -> Reply:
+        """End what an earlier transfer left open, then the same as ``sparse_refit_status``."""
+        return _receiver(self).recover(base_digest)
+
+    @_rpc
     def discover_native_skips(self, state_dict_info: Mapping[str, Sequence[Any]]) -> Reply:
         """Classify the trainer's tensors; writes nothing.
 
@@ -102,6 +109,14 @@ class SparseRefitWorkerExtension:
         return _receiver(self).digests()
 
     @_rpc
+    def sparse_refit_fingerprint(self) -> Reply:
+        """A digest of all weights of this worker; None where vLLM offers no checksums of them."""
+        _receiver(self)
+        compute = getattr(self, "compute_weight_checksums", None)
+        found = None if compute is None else checksum_hex(repr(sorted(compute().items())).encode())
+        return {"fingerprint": found}
+
+    @_rpc
     def sparse_refit_adopt(self, label: str, digest: str) -> Reply:
         """Take this weight version; for workers that were found to hold equal weights."""
         return _receiver(self).adopt(label, digest)
@@ -122,10 +137,26 @@ class SparseRefitWorkerExtension:
         transfer_id: str,
         base_digest: str,
         target_label: str,
+        *,
+        sequence: int,
         verification_samples: int = DEFAULT_SAMPLES,
+        addresses: Sequence[str] = (),
+        fanout: int = DEFAULT_FANOUT,
     ) -> Reply:
-        """Open a transfer from the version with ``base_digest``."""
-        return _receiver(self).begin(transfer_id, base_digest, target_label, verification_samples)
+        """Open a transfer from the version with ``base_digest``, relayed among ``addresses``.
+
+        ``sequence`` must be above that of every earlier transfer on this worker, which its status
+        tells as ``server.sequence``.
+        """
+        return _receiver(self).begin(
+            transfer_id,
+            base_digest,
+            target_label,
+            sequence=sequence,
+            verification_samples=verification_samples,
+            addresses=addresses,
+            fanout=fanout,
+        )
 
     @_rpc
     def sparse_refit_prepare(self, transfer_id: str, expected_payloads: Mapping[str, int]) -> Reply:

@@ -1,19 +1,19 @@
 """A worker's side of a transfer: server threads stage payloads, a commit writes the weights."""
 
 import contextlib
-import enum
+import functools
 import logging
 import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from vllm_sparse_refit.apply.applier import Samples, VllmSparseDeltaApplier
 from vllm_sparse_refit.apply.discovery import TensorInfo
 from vllm_sparse_refit.apply.load_mode import LoadKind
 from vllm_sparse_refit.checksum import checksum_hex
-from vllm_sparse_refit.codec.delta import TensorDelta
 from vllm_sparse_refit.codec.payload import DecodeLimits, decode_payload
 from vllm_sparse_refit.config import WorkerConfig
 from vllm_sparse_refit.errors import (
@@ -21,55 +21,49 @@ from vllm_sparse_refit.errors import (
     TransactionError,
     VersionMismatchError,
 )
+from vllm_sparse_refit.transport.curve import CurveServerKeys
 from vllm_sparse_refit.transport.server import ZmqSparseRefitServer
+from vllm_sparse_refit.transport.tree import DEFAULT_FANOUT
 from vllm_sparse_refit.weight_version import WeightVersion
+from vllm_sparse_refit.worker.state import State, Transfer, check_begin, held_bytes
 
 # Below vLLM's own logger, so that lines come out in its format and with its worker prefix.
 logger = logging.getLogger("vllm.sparse_refit")
 
 
-class State(enum.StrEnum):
-    """Where a worker is in a transfer.
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
-                   begin          prepare            commit             release
-        IDLE ------------> OPEN -----------> PREPARED ---------> COMMITTED --------> IDLE
-          ^                  |                   |                   |           (new version)
-          +------ abort -----+------ abort ------+----- rollback ----+
-        (old version, same bits)
-
-    Payloads handed over by an RPC instead of the server make it UPDATING until they are finished.
-
-    Only a rollback that fails leads to BROKEN, from which nothing leads away but a restart or
-    reload of the engine.
-    """
-
-    IDLE = "idle"
-    OPEN = "open"
-    PREPARED = "prepared"
-    COMMITTED = "committed"
-    UPDATING = "updating"
-    BROKEN = "broken"
+# How the outcome of a transfer begins that can no longer be taken back.
+_FINAL = "made final"
+# Ended transfers of which a worker still knows how they ended.
+_REMEMBERED = 64
 
 
-@dataclass(eq=False)
-class _Transfer:
-    """The one transfer a worker may have open."""
+def _control(
+    method: Callable[Concatenate["Receiver", _P], _T],
+) -> Callable[Concatenate["Receiver", _P], _T]:
+    """A call that drives a transfer: one at a time, and a sign that its trainer lives."""
 
-    transfer_id: str
-    base: WeightVersion
-    target_label: str
-    checksums: dict[tuple[int, int], str] = field(default_factory=dict)
-    deltas: dict[str, list[TensorDelta]] = field(default_factory=dict)
-    staged_bytes: int = 0
-    changed_elements: int = 0
+    @functools.wraps(method)
+    def call(self: "Receiver", /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        with self._calls:
+            self._heard()
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                self._heard()
+
+    return call
 
 
 class Receiver:
     """Owns the state of transfers of one worker.
 
     :meth:`stage` is called by the server's threads; everything else by the worker's main thread,
-    inside an RPC. ``_lock`` guards ``_state`` and ``_transfer``; it is never held while payloads
-    are decoded or weights are written.
+    inside an RPC, but for the end of an abandoned transfer, which has a thread of its own. ``_calls``
+    makes that thread and the RPCs exclude each other. ``_lock`` guards ``_state``, ``_transfer`` and
+    ``_outcomes``; it is never held while payloads are decoded or weights are written.
     """
 
     def __init__(
@@ -78,21 +72,31 @@ class Receiver:
         config: WorkerConfig,
         limits: DecodeLimits,
         api_key: bytes | None,
+        curve: CurveServerKeys | None = None,
     ) -> None:
         self._applier = applier
         self._config = config
         self._limits = limits
         self._lock = threading.Lock()
         self._state = State.IDLE
-        self._transfer: _Transfer | None = None
+        self._transfer: Transfer | None = None
         self._version = WeightVersion.initial()
         self._last_error = ""
-        self._server = ZmqSparseRefitServer(self.stage, config=config, api_key=api_key)
+        self._incarnation = uuid.uuid4().hex
+        self._outcomes: dict[str, str] = {}  # how ended transfers ended, by transfer_id
+        self._calls = threading.RLock()
+        self._closed = threading.Event()
+        self._reaper: threading.Thread | None = None
+        self._server = ZmqSparseRefitServer(
+            self.stage, config=config, api_key=api_key, curve=curve, describe=self._describe
+        )
         self.address = ""
 
     def start(self) -> None:
         """Open the server. Called once, when the model is loaded."""
         self.address = self._server.start()
+        self._reaper = threading.Thread(target=self._reap, name="sparse-refit-reaper", daemon=True)
+        self._reaper.start()
         logger.info("this worker receives weight updates at %s", self.address)
         if (kept := self._applier.status())["packed_layers"]:
             logger.info(
@@ -103,8 +107,11 @@ class Receiver:
             )
 
     def close(self) -> None:
-        """End the server thread; harmless when repeated."""
+        """End the server's threads; harmless when repeated."""
+        self._closed.set()
         self._server.close()
+        if self._reaper is not None:
+            self._reaper.join(self._reap_interval_s)
 
     # --- server threads ---------------------------------------------------------------------------
 
@@ -116,11 +123,12 @@ class Receiver:
         """
         transfer = self._open_transfer(str(metadata["transfer_id"]))
         deltas = [d for d in decode_payload(body, self._limits) if self._applier.check_delta(d)]
-        staged_bytes = sum(_held_bytes(delta) for delta in deltas)
+        staged_bytes = sum(held_bytes(delta) for delta in deltas)
         key = (int(metadata["producer_id"]), int(metadata["payload_id"]))
         with self._lock:
             if self._transfer is not transfer or self._state is not State.OPEN:
                 raise TransactionError(f"transfer {transfer.transfer_id} ended meanwhile")
+            transfer.heard_at = time.monotonic()
             if transfer.staged_bytes + staged_bytes > self._config.max_staged_bytes:
                 raise PayloadError(
                     f"transfer {transfer.transfer_id} would hold more than max_staged_bytes="
@@ -133,7 +141,7 @@ class Receiver:
                 transfer.changed_elements += len(delta.locations)
         return {"deltas": len(deltas)}
 
-    def _open_transfer(self, transfer_id: str) -> _Transfer:
+    def _open_transfer(self, transfer_id: str) -> Transfer:
         with self._lock:
             if self._transfer is None or self._transfer.transfer_id != transfer_id:
                 raise TransactionError(
@@ -149,19 +157,33 @@ class Receiver:
 
     def status(self) -> dict[str, Any]:
         """What this worker is doing, as JSON types."""
+        return {**self._describe(), "server": self._server.status()}
+
+    def _describe(self) -> dict[str, Any]:
         with self._lock:
             transfer = self._transfer
             return {
                 "address": self.address,
+                "incarnation": self._incarnation,
                 "state": str(self._state),
                 "version": {"label": self._version.label, "digest": self._version.digest},
+                "discovered": self._applier.is_discovered,
                 "transfer_id": transfer.transfer_id if transfer else None,
                 "staged_bytes": transfer.staged_bytes if transfer else 0,
                 "last_error": self._last_error,
                 **self._applier.status(),
-                "server": self._server.status(),
             }
 
+    @_control
+    def recover(self, base_digest: str) -> dict[str, Any]:
+        """End what an earlier trainer or sync left, then report the status.
+
+        What was committed and not released is kept if it led to ``base_digest`` and taken back otherwise.
+        """
+        self._end_abandoned(base_digest)
+        return self.status()
+
+    @_control
     def discover(self, state_dict_info: Mapping[str, TensorInfo]) -> dict[str, Any]:
         """See :meth:`VllmSparseDeltaApplier.discover_native_skips`."""
         self._end_abandoned()
@@ -185,11 +207,13 @@ class Receiver:
         compared, different = self._applier.differing_samples(samples)
         return {"compared": compared, "different": different}
 
+    @_control
     def digests(self) -> dict[str, Any]:
         """See :meth:`VllmSparseDeltaApplier.digests`."""
         self._require(State.IDLE)
         return self._applier.digests()
 
+    @_control
     def adopt(self, label: str, digest: str) -> dict[str, Any]:
         """Take a version that the trainer gives to all workers, which it found to hold equal weights."""
         self._require(State.IDLE)
@@ -199,23 +223,28 @@ class Receiver:
             self._version = WeightVersion(label, digest)
         return {}
 
+    @_control
     def begin(
-        self, transfer_id: str, base_digest: str, target_label: str, verification_samples: int
+        self,
+        transfer_id: str,
+        base_digest: str,
+        target_label: str,
+        *,
+        sequence: int,
+        verification_samples: int,
+        addresses: Sequence[str] = (),
+        fanout: int = DEFAULT_FANOUT,
     ) -> dict[str, Any]:
         """Open a transfer that starts from the version this worker holds.
 
         One that is still open, because its trainer died or was interrupted, ends first.
+
+        Args:
+            sequence: above that of every earlier transfer on this worker.
+            addresses: every worker of the transfer's relay tree; none if nothing is forwarded.
+            fanout: of that tree.
         """
-        texts = (transfer_id, base_digest, target_label)
-        if not all(isinstance(text, str) for text in texts):
-            raise TransactionError(
-                f"transfer_id, base_digest and target_label must be strings, not {texts!r}"
-            )
-        if type(verification_samples) is not int or verification_samples < 0:
-            raise TransactionError(
-                f"verification_samples must be a whole number of 0 or more, not "
-                f"{verification_samples!r}"
-            )
+        check_begin(transfer_id, base_digest, target_label, sequence, verification_samples)
         self._applier.check_model()
         self._end_abandoned(base_digest)
         with self._lock:
@@ -226,9 +255,13 @@ class Receiver:
                     f"this worker holds version {self._version}, but the transfer starts from "
                     f"{base_digest[:12]}; call snapshot() with the weights that the engines hold"
                 )
-            self._applier.release()  # left over if the last release was interrupted
-            self._applier.sample_limit = verification_samples
-            self._transfer = _Transfer(transfer_id, self._version, target_label)
+        self._server.configure_tree(addresses, own_address=self.address, fanout=fanout)
+        self._server.open(transfer_id, sequence)
+        self._applier.release()  # left over if the last release was interrupted
+        self._applier.sample_limit = verification_samples
+        with self._lock:
+            self._outcomes.pop(transfer_id, None)
+            self._transfer = Transfer(transfer_id, self._version, target_label)
             self._state = State.OPEN
         return {}
 
@@ -244,10 +277,11 @@ class Receiver:
             return
         logger.warning("transfer %s was left %s and ends now", transfer.transfer_id, state)
         if state is State.COMMITTED and self._target(transfer).digest == base_digest:
-            self.release(transfer.transfer_id)
+            self._make_final(transfer, f"{_FINAL} by the transfer that followed it")
         else:
-            self.abort(transfer.transfer_id)
+            self._give_up(transfer, "given up for the transfer that followed it")
 
+    @_control
     def prepare(self, transfer_id: str, expected_payloads: Mapping[str, int]) -> dict[str, Any]:
         """Wait for all payloads, then check the whole transfer; then only the commit is missing."""
         transfer = self._current(transfer_id, State.OPEN)
@@ -271,6 +305,7 @@ class Receiver:
             "target_digest": self._target(transfer).digest,
         }
 
+    @_control
     def commit(self, transfer_id: str) -> dict[str, Any]:
         """Write the prepared transfer into the model. If it raises, every bit is as it was."""
         transfer = self._current(transfer_id, State.PREPARED)
@@ -286,6 +321,7 @@ class Receiver:
             self._state = State.COMMITTED
         return {}
 
+    @_control
     def finish(self) -> dict[str, Any]:
         """Compare samples of what was written; after direct updates also make them final.
 
@@ -301,44 +337,69 @@ class Receiver:
             result = self._applier.finish_sparse_delta_refit()
         except Exception:
             self._roll_back()
-            self._end(transfer, transfer.base)
+            self._end(transfer, transfer.base, "taken back")
             raise
         self._applier.release()
-        self._end(transfer, self._target(transfer))
+        self._end(transfer, self._target(transfer), _FINAL)
         return result
 
+    @_control
     def release(self, transfer_id: str) -> dict[str, Any]:
-        """Make a committed transfer final: the undo log goes, the version moves."""
-        transfer = self._current(transfer_id, State.COMMITTED)
-        version = self._target(transfer)
-        self._end(transfer, version)
-        self._applier.release()
-        logger.info(
-            "transfer %s committed: %d changed elements in %d payloads, now at version %s",
-            transfer_id,
-            transfer.changed_elements,
-            len(transfer.checksums),
-            version,
-        )
+        """Make a committed transfer final: the undo log goes, the version moves. May be repeated."""
+        with self._lock:
+            outcome = self._outcomes.get(transfer_id, "")
+        if not outcome.startswith(_FINAL):
+            self._make_final(self._current(transfer_id, State.COMMITTED), _FINAL)
+        with self._lock:
+            version = self._version
         return {"version": {"label": version.label, "digest": version.digest}}
 
+    def _make_final(self, transfer: Transfer, outcome: str) -> None:
+        version = self._target(transfer)
+        self._end(transfer, version, outcome)
+        self._applier.release()
+        logger.info(
+            "transfer %s: %d changed elements in %d payloads, %d bytes staged, now at version %s",
+            transfer.transfer_id,
+            transfer.changed_elements,
+            len(transfer.checksums),
+            transfer.staged_bytes,
+            version,
+        )
+
+    @_control
     def abort(self, transfer_id: str) -> dict[str, Any]:
         """Give an uncommitted transfer up, or take a committed one back; the old version stays.
 
         Does nothing for a transfer that this worker does not have, so that it can be sent to all.
+
+        Raises:
+            TransactionError: it was made final, so that the way back is gone; or the rollback failed.
         """
         with self._lock:
             transfer, state = self._transfer, self._state
-        if transfer is None or transfer.transfer_id != transfer_id:
-            return {"aborted": False}
+            outcome = self._outcomes.get(transfer_id, "")
         if state is State.BROKEN:
             raise TransactionError(self._busy())
-        self._roll_back()  # whatever was written, also by a commit that was interrupted
-        self._end(transfer, transfer.base)
-        level = logging.WARNING if transfer.checksums else logging.DEBUG
-        logger.log(level, "transfer %s was given up, still at %s", transfer_id, transfer.base)
+        if outcome.startswith(_FINAL):
+            raise TransactionError(
+                f"transfer {transfer_id} was {outcome} on this worker and cannot be taken back; it "
+                f"holds version {self._version}, and the next sync brings it to the others' version"
+            )
+        if transfer is None or transfer.transfer_id != transfer_id:
+            return {"aborted": False}
+        self._give_up(transfer, "given up by its trainer")
         return {"aborted": True}
 
+    def _give_up(self, transfer: Transfer, outcome: str) -> None:
+        self._roll_back()  # whatever was written, also by a commit that was interrupted
+        self._end(transfer, transfer.base, outcome)
+        level = logging.WARNING if transfer.checksums else logging.DEBUG
+        logger.log(
+            level, "transfer %s was %s, still at %s", transfer.transfer_id, outcome, transfer.base
+        )
+
+    @_control
     def update_directly(self, *payloads: bytes | str) -> dict[str, Any]:
         """Apply payloads, bytes or file paths, without a transfer; :meth:`finish` ends the update.
 
@@ -354,7 +415,8 @@ class Receiver:
         self._applier.reset_adapters()
         with self._lock:
             if self._transfer is None:
-                self._transfer = _Transfer("direct", self._version, "direct")
+                self._outcomes.pop("direct", None)
+                self._transfer = Transfer("direct", self._version, "direct")
                 self._state = State.UPDATING
             for body in bodies:
                 self._transfer.checksums[0, len(self._transfer.checksums)] = checksum_hex(body)
@@ -367,19 +429,17 @@ class Receiver:
         The next sync is refused until the trainer takes a snapshot again. Every rank comes to the same
         version, since all of them did the same.
         """
-        self._give_up_undo()
-        try:
-            with self._applier.weights_replaced(by):
-                yield
-        finally:
-            self._note_replaced(by)
-
-    def _give_up_undo(self) -> None:
-        """Forget how to take a transfer back, before the weights that it changed are replaced."""
-        with self._lock:
-            transfer = self._transfer
-        if transfer is not None:
-            self._applier.release()
+        with self._calls:
+            with self._lock:
+                unfinished = self._transfer is not None
+            if unfinished:
+                # How to take it back is known for the weights that are replaced only.
+                self._applier.release()
+            try:
+                with self._applier.weights_replaced(by):
+                    yield
+            finally:
+                self._note_replaced(by)
 
     def _note_replaced(self, by: str) -> None:
         with self._lock:
@@ -387,7 +447,7 @@ class Receiver:
             if transfer is None:
                 self._version = version
         if transfer is not None:
-            self._end(transfer, version)
+            self._end(transfer, version, f"ended by {by}")
         logger.info("%s replaced the weights, now at version %s", by, version)
 
     # --- helpers ----------------------------------------------------------------------------------
@@ -395,6 +455,44 @@ class Receiver:
     def remember_error(self, message: str) -> None:
         """Keep the latest error for :meth:`status`."""
         self._last_error = message
+
+    def _heard(self) -> None:
+        with self._lock:
+            if self._transfer is not None:
+                self._transfer.heard_at = time.monotonic()
+
+    @property
+    def _reap_interval_s(self) -> float:
+        return min(self._config.transfer_timeout_s / 4, 5.0)
+
+    def _reap(self) -> None:
+        """A thread: end the transfer of a trainer from which nothing was heard for the limit."""
+        while not self._closed.wait(self._reap_interval_s):
+            with self._calls:
+                try:
+                    self._end_silent()
+                except Exception as error:
+                    self.remember_error(str(error))
+                    logger.exception("a transfer whose trainer is silent could not be ended")
+
+    def _end_silent(self) -> None:
+        limit = self._config.transfer_timeout_s
+        with self._lock:
+            transfer, state = self._transfer, self._state
+            if transfer is None or time.monotonic() - transfer.heard_at < limit:
+                return
+        silence = f"because nothing was heard of its trainer for {limit:g} s"
+        if state in (State.OPEN, State.PREPARED):
+            outcome = f"given up {silence}"
+            self._give_up(transfer, outcome)
+        elif state is State.COMMITTED:
+            outcome = f"{_FINAL} {silence}"
+            self._make_final(transfer, outcome)
+        else:
+            return
+        message = f"transfer {transfer.transfer_id} was {outcome}; now at version {self._version}"
+        self.remember_error(message)
+        logger.warning(message)
 
     def _roll_back(self) -> None:
         try:
@@ -407,20 +505,28 @@ class Receiver:
                 "mixed: restart or reload the engine"
             ) from error
 
-    def _end(self, transfer: _Transfer, version: WeightVersion) -> None:
+    def _end(self, transfer: Transfer, version: WeightVersion, outcome: str) -> None:
         with self._lock:
             self._version = version
             self._transfer = None
             self._state = State.IDLE
-        self._server.forget(transfer.transfer_id)
+            self._outcomes.pop(transfer.transfer_id, None)
+            self._outcomes[transfer.transfer_id] = outcome
+            while len(self._outcomes) > _REMEMBERED:
+                del self._outcomes[next(iter(self._outcomes))]
+        self._server.end(transfer.transfer_id)
 
-    def _target(self, transfer: _Transfer) -> WeightVersion:
+    def _target(self, transfer: Transfer) -> WeightVersion:
         return transfer.base.following(transfer.target_label, transfer.checksums.values())
 
-    def _current(self, transfer_id: str, state: State) -> _Transfer:
+    def _current(self, transfer_id: str, state: State) -> Transfer:
         with self._lock:
             if self._transfer is None or self._transfer.transfer_id != transfer_id:
-                raise TransactionError(f"transfer {transfer_id} is not open on this worker")
+                outcome = self._outcomes.get(transfer_id)
+                raise TransactionError(
+                    f"transfer {transfer_id} is not open on this worker"
+                    + (f": it was {outcome}" if outcome else "")
+                )
             if self._state is not state:
                 raise TransactionError(
                     f"transfer {transfer_id} is {self._state} on this worker, not {state}"
@@ -440,12 +546,3 @@ class Receiver:
             f"transfer {transfer_id} is {self._state} on this worker; finish it, or abort it with "
             "sparse_refit_abort"
         )
-
-
-# What a decoded delta costs beside its tensors' data.
-_DELTA_BYTES = 1024
-
-
-def _held_bytes(delta: TensorDelta) -> int:
-    locations = 0 if isinstance(delta.locations, range) else delta.locations.nbytes
-    return locations + delta.values.nbytes + _DELTA_BYTES

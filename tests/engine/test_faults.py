@@ -1,0 +1,75 @@
+"""Faults of a real engine with two ranks: raised inside one of them, and a rank killed."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoints import build_checkpoint, perturb_checkpoint
+from tests.engine.engines import checksums, engine, fresh_state, state
+from vllm_sparse_refit import SyncConfig, WeightSynchronizer
+from vllm_sparse_refit.errors import EngineStateError, TransactionError
+
+pytestmark = pytest.mark.engine
+
+TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+
+
+def _fail_once_on_rank_one(worker: Any) -> None:
+    if worker.rank != 1:
+        return
+    applier = worker._sparse_refit_receiver._applier
+    apply = applier.apply
+
+    def failing(deltas: Any) -> None:
+        applier.apply = apply
+        apply(deltas)
+        applier.roll_back()
+        raise TransactionError("this rank cannot")
+
+    applier.apply = failing
+
+
+def _process_id(_worker: Any) -> int:
+    return os.getpid()
+
+
+def test_a_rank_that_fails_and_a_rank_that_is_killed(tmp_path: Path) -> None:
+    before = build_checkpoint(tmp_path / "before", "llama")
+    after = tmp_path / "after"
+    perturb_checkpoint(before, after, fraction=0.1, change="values")
+    with engine(before) as local:
+        with engine(
+            before, processes=True, tensor_parallel_size=2, environment=TWO_RANKS
+        ) as remote:
+            sync = WeightSynchronizer.connect([remote, local], config=SyncConfig(rpc_timeout_s=60))
+            sync.snapshot(before)
+            old = checksums(remote), state(local)
+
+            remote.collective_rpc(_fail_once_on_rank_one)
+            with pytest.raises(TransactionError, match="engine 0, rank 1: this rank cannot"):
+                sync.sync(after)
+            assert (checksums(remote), state(local)) == old
+            sync.sync(after)
+            sync.sync(before)
+            assert (checksums(remote), state(local)) == old
+
+            os.kill(remote.collective_rpc(_process_id)[1], signal.SIGKILL)
+            started = time.monotonic()
+            with pytest.raises(EngineStateError, match="engine 0"):
+                sync.sync(after)
+            assert time.monotonic() - started < 60
+            assert state(local) == old[1]
+            started = time.monotonic()
+            with pytest.raises(EngineStateError, match="is broken"):
+                sync.sync(after)
+            assert time.monotonic() - started < 5  # it is not called again
+        with engine(before, processes=True) as replacement:
+            sync.replace_engine(remote, replacement)
+            assert sync.sync(after).resynced == 1
+            synced = state(replacement)
+            assert state(local) == synced
+    assert synced == fresh_state(after)

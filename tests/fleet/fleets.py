@@ -1,0 +1,194 @@
+"""Fleets of toy workers behind stand-ins for ``vllm.LLM``, in this process or in their own."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.fleet.toy_worker import ToyWorker, run_worker, toy_bits, toy_weights
+from vllm_sparse_refit import SyncConfig, WeightSynchronizer
+from vllm_sparse_refit.trainer.engine import LocalEngine
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["tests.fleet.preload"])
+
+# Short enough for tests, long enough for a busy machine.
+LIMITS: dict[str, Any] = {"timeout_s": 2.0, "retries": 0, "rpc_timeout_s": 5.0, "payload_bytes": 1}
+WORKER_LIMITS: dict[str, Any] = {"relay_timeout_s": 1.0, "relay_retries": 0}
+
+
+class ToyLLM:
+    """What a synchronizer needs of a ``vllm.LLM``; its workers are threads or processes."""
+
+    def __init__(self, workers: Sequence[Any], *, in_process: bool) -> None:
+        self.workers = list(workers)
+        self.in_process = in_process
+        self.label: str | None = None
+        self.llm_engine = SimpleNamespace(
+            has_unfinished_requests=lambda: False,
+            is_sleeping=lambda: False,
+            reset_encoder_cache=lambda: None,
+            set_weight_version=self._set_label,
+            engine_core=SimpleNamespace(ensure_alive=self._ensure_alive),
+        )
+
+    def _ensure_alive(self) -> None:
+        if not self.is_alive:
+            raise RuntimeError("a worker process died")
+
+    def _set_label(self, label: str) -> None:
+        self.label = label
+
+    def collective_rpc(
+        self, method: str, timeout: float | None = None, args: Any = (), kwargs: Any = None
+    ) -> list[Any]:
+        assert timeout is None, "vLLM's own time limit corrupts an engine"
+        if self.in_process:
+            return [worker.call(method, args, kwargs or {}) for worker in self.workers]
+        for worker in self.workers:
+            worker.calls.send((method, args, kwargs or {}))
+        replies = [worker.calls.recv() for worker in self.workers]
+        for reply in replies:
+            if isinstance(reply, BaseException):
+                raise reply
+        return replies
+
+    def reset_prefix_cache(self, **_: Any) -> bool:
+        return True
+
+    def reset_mm_cache(self) -> None:
+        pass
+
+    def fault(self, point: str, kind: str) -> None:
+        """See :class:`ToyWorker`; for every worker of this engine."""
+        self.collective_rpc("toy_fault", args=(point, kind))
+
+    @property
+    def bits(self) -> set[str]:
+        return set(self.collective_rpc("toy_bits"))
+
+    @property
+    def is_alive(self) -> bool:
+        return self.in_process or all(worker.process.is_alive() for worker in self.workers)
+
+    def has_died(self) -> bool:
+        """Whether a worker ends within seconds."""
+        for worker in self.workers:
+            worker.process.join(10)
+        return not self.is_alive
+
+    def kill(self) -> None:
+        """SIGKILL every worker."""
+        for worker in self.workers:
+            worker.process.kill()
+            worker.process.join(10)
+
+    def signal(self, number: int) -> None:
+        for worker in self.workers:
+            os.kill(worker.process.pid, number)
+
+
+class WorkerProcess:
+    """A worker of its own process and the pipe to it."""
+
+    def __init__(self, seed: int, rank: int, config: dict[str, Any]) -> None:
+        self.calls, theirs = _CONTEXT.Pipe()
+        self.process = _CONTEXT.Process(
+            target=run_worker, args=(theirs, seed, rank, config), daemon=True
+        )
+        self.process.start()
+        theirs.close()  # so that its death ends a wait for its answer
+
+    def await_ready(self) -> None:
+        assert self.calls.recv() == "ready"
+
+    def close(self) -> None:
+        self.calls.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGCONT)
+        self.process.join(0.5)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join(10)
+
+
+class Fleet:
+    """Engines of one worker each (or ``ranks``), started from the weights of seed 1."""
+
+    def __init__(
+        self, engines: int, *, in_process: bool, ranks: int, config: dict[str, Any]
+    ) -> None:
+        self._in_process = in_process
+        self._ranks = ranks
+        self._config = {**WORKER_LIMITS, **config}
+        self._workers: list[Any] = []
+        self.llms: list[ToyLLM] = []
+        workers = [self._start(1, rank % ranks) for rank in range(engines * ranks)]
+        for worker in workers:
+            if not in_process:
+                worker.await_ready()
+        for first in range(0, len(workers), ranks):
+            self.llms.append(ToyLLM(workers[first : first + ranks], in_process=in_process))
+
+    def _start(self, seed: int, rank: int) -> Any:
+        if self._in_process:
+            worker: Any = ToyWorker(toy_weights(seed), rank, **self._config)
+        else:
+            worker = WorkerProcess(seed, rank, self._config)
+        self._workers.append(worker)
+        return worker
+
+    def restart(self, position: int, seed: int = 1) -> tuple[ToyLLM, ToyLLM]:
+        """A new engine in the place of one, started from the weights of ``seed``: the old and the new."""
+        old = self.llms[position]
+        workers = [self._start(seed, rank) for rank in range(self._ranks)]
+        if not self._in_process:
+            for worker in workers:
+                worker.await_ready()
+        self.llms[position] = ToyLLM(workers, in_process=self._in_process)
+        return old, self.llms[position]
+
+    def connect(self, **config: Any) -> WeightSynchronizer:
+        """A synchronizer that has taken a snapshot of the weights of seed 1."""
+        sync = WeightSynchronizer.connect(self.llms, config=SyncConfig(**{**LIMITS, **config}))
+        sync.snapshot(toy_weights(1).items())
+        return sync
+
+    def assert_holds(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Every worker of every living engine holds exactly these weights."""
+        expected = toy_bits(weights)
+        for llm in self.llms:
+            if llm.is_alive:
+                assert llm.bits == {expected}
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.close()
+
+
+@contextlib.contextmanager
+def toy_fleet(
+    engines: int, *, in_process: bool = True, ranks: int = 1, **config: Any
+) -> Iterator[Fleet]:
+    """A running fleet; ended, with its processes, on exit.
+
+    Args:
+        config: settings of the workers.
+    """
+
+    def inspect(_engine: LocalEngine, llm: ToyLLM) -> tuple[bool, int]:
+        return llm.in_process, len(llm.workers)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalEngine, "_inspect", inspect)
+        fleet = Fleet(engines, in_process=in_process, ranks=ranks, config=config)
+        try:
+            yield fleet
+        finally:
+            fleet.close()

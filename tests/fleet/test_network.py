@@ -1,0 +1,176 @@
+"""A network that loses, delays, repeats, reorders and spoils messages, and producers that die."""
+
+import contextlib
+import multiprocessing
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.fleet.fleets import Fleet, toy_fleet
+from tests.fleet.proxy import FAULTS, Proxy
+from tests.fleet.toy_worker import toy_bits, toy_weights
+from vllm_sparse_refit import SyncConfig
+from vllm_sparse_refit.errors import RefitError
+from vllm_sparse_refit.trainer.baseline import DeltaCompressionTracker
+from vllm_sparse_refit.trainer.stream import stream_sparse_delta_payloads_via_zmq
+
+SEEDS = 1, 2, 3, 4
+
+
+@contextlib.contextmanager
+def behind_proxies(
+    fleet: Fleet, faults: tuple[str, ...], rate: float, seed: int
+) -> Iterator[list[Proxy]]:
+    """Have the trainer and the relays reach every worker through a proxy of its own."""
+    proxies = []
+    for number, llm in enumerate(fleet.llms):
+        receiver = llm.workers[0].receiver
+        proxy = Proxy(receiver.address, faults, rate, 100 * seed + number)
+        receiver.address = receiver._server._address = proxy.address
+        proxies.append(proxy)
+    try:
+        yield proxies
+    finally:
+        for proxy in proxies:
+            proxy.close()
+
+
+CASES = [(1, FAULTS), *((3, (fault,)) for fault in FAULTS), (3, FAULTS), (7, FAULTS)]
+
+
+@pytest.mark.parametrize(("engines", "faults"), CASES)
+def test_every_sync_ends_old_or_new_everywhere(engines: int, faults: tuple[str, ...]) -> None:
+    limits: dict[str, Any] = {"timeout_s": 0.3, "retries": 4}
+    relays: dict[str, Any] = {"relay_timeout_s": 0.3, "relay_retries": 4}
+    old, struck, done = 1, 0, 0
+    with toy_fleet(engines, **relays) as fleet:
+        for seed in SEEDS:
+            if seed == 1:
+                stack = contextlib.ExitStack()
+                proxies = stack.enter_context(behind_proxies(fleet, faults, 0.1, seed))
+                sync = fleet.connect(**limits)
+            before, after = toy_weights(old), toy_weights(seed + 1)
+            try:
+                sync.sync(after.items())
+            except RefitError:
+                fleet.assert_holds(before)
+            else:
+                fleet.assert_holds(after)
+                old, done = seed + 1, done + 1
+        struck = sum(sum(proxy.counts.values()) for proxy in proxies)
+        for proxy in proxies:
+            proxy.enabled = False
+        sync.sync(toy_weights(9).items())
+        fleet.assert_holds(toy_weights(9))
+        stack.close()
+    assert struck
+    if "corrupt" not in faults:
+        assert done == len(SEEDS)  # what is lost or repeated is made good
+
+
+def _produce(target: tuple[str, str, int], rank: int, ready: Any, begun: Any) -> None:
+    address, transfer_id, sequence = target
+    config = SyncConfig(payload_bytes=1)
+    tracker = DeltaCompressionTracker(config=config)
+    tracker.snapshot_baseline(toy_weights(1).items())
+    ready.release()
+    begun.wait()
+
+    def slowly() -> Any:
+        for item in toy_weights(2).items():
+            yield item
+            time.sleep(0.3)
+
+    stream_sparse_delta_payloads_via_zmq(
+        slowly(),
+        delta_tracker=tracker,
+        refit_targets=[address],
+        transfer_id=transfer_id,
+        sequence=sequence,
+        shard_rank=rank,
+        shard_count=2,
+        config=config,
+    )
+
+
+def test_a_producer_that_is_killed_leaves_nothing() -> None:
+    """Two producers; one of them dies amid its data, and the transfer ends at the worker's limit."""
+    with toy_fleet(1, transfer_timeout_s=1.5) as fleet:
+        sync = fleet.connect()
+        (status,) = sync.status()
+        context = multiprocessing.get_context("forkserver")
+        ready, begun = context.Semaphore(0), context.Event()
+        producers = [
+            context.Process(
+                target=_produce, args=((status["address"], "t", 1), rank, ready, begun), daemon=True
+            )
+            for rank in range(2)
+        ]
+        for producer in producers:
+            producer.start()
+        for _ in producers:
+            assert ready.acquire(timeout=120)
+        (reply,) = fleet.llms[0].collective_rpc(
+            "sparse_refit_begin",
+            args=("t", status["version"]["digest"], "label"),
+            kwargs={"sequence": 1},
+        )
+        assert reply["ok"], reply
+        begun.set()
+        deadline = time.monotonic() + 60
+        while not sync.status()[0]["staged_bytes"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        for producer in producers:
+            producer.kill()
+            producer.join(10)
+        while sync.status()[0]["state"] != "idle":
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert sync.status()[0]["staged_bytes"] == 0
+        assert "nothing was heard" in sync.status()[0]["last_error"]
+        assert fleet.llms[0].bits == {toy_bits(toy_weights(1))}
+        sync.sync(toy_weights(2).items())
+        fleet.assert_holds(toy_weights(2))
+
+
+def test_the_count_of_each_producer_is_checked() -> None:
+    with toy_fleet(3) as fleet:
+        sync = fleet.connect()
+        statuses = sync.status()
+        addresses = [status["address"] for status in statuses]
+        for llm in fleet.llms:
+            (reply,) = llm.collective_rpc(
+                "sparse_refit_begin",
+                args=("t", statuses[0]["version"]["digest"], "label"),
+                kwargs={"sequence": 1, "addresses": addresses},
+            )
+            assert reply["ok"], reply
+        config = SyncConfig(payload_bytes=1)
+        counts = {}
+        for rank in range(2):
+            tracker = DeltaCompressionTracker(config=config)
+            tracker.snapshot_baseline(toy_weights(1).items())
+            tracker.set_routing(skip=(), overwrite={"first", "second"}, dense=())
+            report = stream_sparse_delta_payloads_via_zmq(
+                toy_weights(2).items(),
+                delta_tracker=tracker,
+                refit_targets=addresses,
+                transfer_id="t",
+                sequence=1,
+                shard_rank=rank,
+                shard_count=2,
+                config=config,
+            )
+            counts[str(rank)] = report["payloads"]
+        assert len(set(counts.values())) == 2  # so that swapping them is a difference
+        for llm in fleet.llms:
+            swapped = {"0": counts["1"], "1": counts["0"]}
+            (reply,) = llm.collective_rpc("sparse_refit_prepare", args=("t", swapped))
+            assert "by producer" in reply["error"]
+            (reply,) = llm.collective_rpc("sparse_refit_prepare", args=("t", counts))
+            assert reply["ok"], reply
+            assert llm.collective_rpc("sparse_refit_commit", args=("t",))[0]["ok"]
+        fleet.assert_holds(toy_weights(2))

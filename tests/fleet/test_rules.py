@@ -1,0 +1,441 @@
+"""Whole syncs over real sockets with toy workers in this process: what every rule promises."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.apply.toys import TOYS
+from tests.fleet import toy_worker
+from tests.fleet.fleets import Fleet, toy_fleet
+from tests.fleet.toy_worker import BF16, toy_weights
+from vllm_sparse_refit.apply.load_mode import LoadKind
+from vllm_sparse_refit.errors import (
+    BaselineError,
+    ConfigError,
+    PayloadRejectedError,
+    TransactionError,
+    TransportTimeoutError,
+)
+from vllm_sparse_refit.trainer.decisions import DecisionLog
+
+OLD, NEW, NEWER = (toy_weights(seed) for seed in (1, 2, 3))
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    with toy_fleet(3) as made:
+        yield made
+
+
+@pytest.mark.parametrize("engines", [1, 3, 7])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_all_workers_come_to_the_new_weights(engines: int, ranks: int) -> None:
+    with toy_fleet(engines, ranks=ranks) as fleet:
+        sync = fleet.connect()
+        fleet.assert_holds(OLD)
+        report = sync.sync(NEW.items(), label="first")
+        assert report.workers == engines * ranks
+        assert report.payloads > 1
+        fleet.assert_holds(NEW)
+        assert {llm.label for llm in fleet.llms} == {"first"}
+        received = [w["server"]["payloads_received"] for w in sync.status()]
+        assert received == [report.payloads] * engines * ranks
+        sync.sync(NEWER.items())
+        fleet.assert_holds(NEWER)
+
+
+# --- failures: everybody old, and the next sync works ---------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        "stage 2",
+        "apply",
+    ],
+)
+@pytest.mark.parametrize("position", [0, 2])
+def test_a_worker_that_fails_before_the_decision_leaves_all_at_the_old_weights(
+    fleet: Fleet, point: str, position: int
+) -> None:
+    sync = fleet.connect()
+    version = sync.version
+    fleet.llms[position].fault(point, "raise")
+    with pytest.raises((TransactionError, PayloadRejectedError), match="told to fail"):
+        sync.sync(NEW.items())
+    fleet.assert_holds(OLD)
+    assert sync.version == version
+    sync.sync(NEW.items())
+    fleet.assert_holds(NEW)
+
+
+def test_a_release_that_fails_somewhere_leaves_all_at_the_new_weights(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = fleet.connect()
+    worker = fleet.llms[1].workers[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            worker.receiver, "release", lambda _: (_ for _ in ()).throw(TransactionError("no"))
+        )
+        with pytest.raises(TransactionError, match=r"has happened, but 1 of 3.*no"):
+            sync.sync(NEW.items(), label="told")
+    assert sync.version is not None
+    assert sync.version.label == "told"
+    fleet.assert_holds(NEW)
+    states = [reply["state"] for reply in sync.status()]
+    assert states == ["idle", "committed", "idle"]
+    assert sync.sync(NEWER.items()).resynced == 0
+    fleet.assert_holds(NEWER)
+
+
+# --- in doubt -------------------------------------------------------------------------------------
+
+
+class Vanished(BaseException):
+    pass
+
+
+def _vanish(*_: Any, **__: Any) -> Any:
+    raise Vanished
+
+
+@pytest.mark.parametrize("step", ["stream", "prepare", "write"])
+def test_a_trainer_that_vanishes_before_the_commit_is_given_up(
+    step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_sparse_refit.trainer.transaction import Transaction
+
+    with toy_fleet(3, transfer_timeout_s=0.3) as fleet:
+        gone = fleet.connect()
+        with monkeypatch.context() as patch:
+            patch.setattr(Transaction, step, _vanish)
+            patch.setattr(Transaction, "abort", lambda _: [])
+            with pytest.raises(Vanished):
+                gone.sync(NEW.items())
+            assert _await_states(gone, "idle")
+        statuses = gone.status()
+        assert all("nothing was heard" in reply["last_error"] for reply in statuses)
+        assert all(reply["staged_bytes"] == 0 for reply in statuses)
+        fleet.assert_holds(OLD)
+        fleet.connect().sync(NEW.items())
+        fleet.assert_holds(NEW)
+
+
+def test_a_worker_keeps_what_was_committed_when_nothing_more_is_heard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm_sparse_refit.trainer.transaction import Transaction
+
+    with toy_fleet(3, transfer_timeout_s=0.3) as fleet:
+        gone = fleet.connect()
+        with monkeypatch.context() as patch:
+            patch.setattr(Transaction, "release", _vanish)
+            with pytest.raises(Vanished):
+                gone.sync(NEW.items())
+        assert [reply["state"] for reply in gone.status()] == ["committed"] * 3
+        assert _await_states(gone, "idle")
+        assert all("made final because nothing" in r["last_error"] for r in gone.status())
+        fleet.assert_holds(NEW)
+        transfer_id = gone._decisions.latest["transfer_id"]
+        reply = fleet.llms[0].collective_rpc("sparse_refit_abort", args=(transfer_id,))[0]
+        assert "cannot be taken back" in reply["error"]
+        assert fleet.llms[0].collective_rpc("sparse_refit_release", args=(transfer_id,))[0]["ok"]
+        # The trainer had decided, so it compares with the new weights.
+        assert gone.sync(NEWER.items()).resynced == 0
+        fleet.assert_holds(NEWER)
+
+
+def test_workers_left_on_both_sides_of_a_commit_are_brought_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The trainer died amid the commits; each worker did what it does when it hears nothing."""
+    from vllm_sparse_refit.trainer.transaction import Transaction
+
+    def half(self: Transaction) -> None:
+        self._engines[0].call("sparse_refit_commit", self.transfer_id)
+        raise Vanished
+
+    with toy_fleet(3, transfer_timeout_s=0.3) as fleet:
+        sync = fleet.connect()
+        with monkeypatch.context() as patch:
+            patch.setattr(Transaction, "write", half)
+            patch.setattr(Transaction, "abort", lambda _: [])
+            with pytest.raises(Vanished):
+                sync.sync(NEW.items())
+            assert _await_states(sync, "idle")
+        assert len({frozenset(llm.bits) for llm in fleet.llms}) == 2
+        assert sync.sync(NEWER.items()).resynced == 1
+        fleet.assert_holds(NEWER)
+
+
+def _await_states(sync: Any, state: str) -> bool:
+    deadline = time.monotonic() + 10
+    while {reply["state"] for reply in sync.status()} != {state}:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def test_the_decision_is_on_the_disk_before_the_first_commit(
+    fleet: Fleet, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import json
+
+    from vllm_sparse_refit.trainer.engine import LocalEngine
+
+    seen = []
+    call = LocalEngine.call
+
+    def watched(self: LocalEngine, method: str, *args: Any, **kwargs: Any) -> Any:
+        if method in ("sparse_refit_commit", "sparse_refit_release"):
+            record = json.loads((tmp_path / "state" / "decision.json").read_text())
+            seen.append((method.removeprefix("sparse_refit_"), record["decision"]))
+            assert record["transfer_id"] == args[0]
+        return call(self, method, *args, **kwargs)
+
+    sync = fleet.connect(state_dir=tmp_path / "state")
+    monkeypatch.setattr(LocalEngine, "call", watched)
+    sync.sync(NEW.items())
+    assert seen == [("commit", "commit")] * 3 + [("release", "final")] * 3
+    fleet.llms[2].fault("apply", "raise")
+    with pytest.raises(TransactionError):
+        sync.sync(NEWER.items())
+    record = json.loads((tmp_path / "state" / "decision.json").read_text())
+    assert record["decision"] == "abort"
+
+
+def test_a_decision_that_cannot_be_written_stops_the_commit(fleet: Fleet, tmp_path: Any) -> None:
+    folder = tmp_path / "state"
+    sync = fleet.connect(state_dir=folder)
+    folder.rmdir()
+    with pytest.raises(TransactionError, match="could not be written"):
+        sync.sync(NEW.items())
+    fleet.assert_holds(OLD)
+    folder.mkdir()
+    sync.sync(NEW.items())
+    fleet.assert_holds(NEW)
+
+
+# --- resync ---------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_restarted_from_the_old_weights_is_replayed_what_it_missed(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_sparse_refit.trainer.resync import Resync
+
+    monkeypatch.delattr(Resync, "_overwrite")
+    sync = fleet.connect()
+    sync.sync(NEW.items())
+    sync.sync(NEWER.items())
+    sync.replace_engine(*fleet.restart(1))
+    others = [w["server"]["payloads_received"] for w in sync.status()]
+    report = sync.sync(OLD.items())
+    assert report.resynced == 1
+    fleet.assert_holds(OLD)
+    received = [w["server"]["payloads_received"] for w in sync.status()]
+    assert received[0] - others[0] == received[2] - others[2] == report.payloads
+    assert received[1] > report.payloads  # and what it had missed
+    assert len({(w["version"]["label"], w["version"]["digest"]) for w in sync.status()}) == 1
+
+
+@pytest.mark.parametrize("seed", [1, 3, 9])
+def test_a_worker_whose_weights_are_unknown_is_overwritten(
+    fleet: Fleet, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_sparse_refit.trainer.resync import Resync
+
+    sync = fleet.connect(retained_bytes=0)
+    monkeypatch.delattr(Resync, "_replay")
+    sync.sync(NEW.items())
+    sync.replace_engine(*fleet.restart(2, seed))
+    assert sync.sync(NEW.items()).resynced == 1  # even if nothing else changed
+    fleet.assert_holds(NEW)
+    assert sync.sync(NEWER.items()).resynced == 0
+    fleet.assert_holds(NEWER)
+
+
+def test_a_worker_started_from_other_weights_is_not_replayed(fleet: Fleet) -> None:
+    sync = fleet.connect()
+    sync.sync(NEW.items())
+    sync.replace_engine(*fleet.restart(0, seed=9))
+    sync.sync(NEWER.items())
+    fleet.assert_holds(NEWER)
+
+
+def test_an_engine_that_joins_late_is_brought_up(fleet: Fleet) -> None:
+    sync = fleet.connect()
+    sync.sync(NEW.items())
+    late, _ = fleet.restart(0, seed=9)  # the old one goes on beside the new one
+    sync.add_engine(fleet.llms[0])
+    fleet.llms.append(late)
+    assert sync.sync(NEWER.items()).engines == 4
+    fleet.assert_holds(NEWER)
+
+
+def test_weights_written_by_somebody_else_are_noticed(fleet: Fleet) -> None:
+    sync = fleet.connect()
+    sync.sync(NEW.items())
+    fleet.llms[1].collective_rpc("toy_write")
+    assert sync.sync(NEWER.items()).resynced == 1
+    fleet.assert_holds(NEWER)
+
+
+def test_a_resync_that_fails_leaves_the_others_and_can_be_tried_again(fleet: Fleet) -> None:
+    sync = fleet.connect()
+    sync.sync(NEW.items())
+    sync.replace_engine(*fleet.restart(1, seed=9))
+    fleet.llms[1].fault("apply", "raise")
+    with pytest.raises(TransactionError, match="told to fail"):
+        sync.sync(NEWER.items())
+    assert fleet.llms[0].bits == fleet.llms[2].bits
+    sync.sync(NEWER.items())
+    fleet.assert_holds(NEWER)
+
+
+def test_engines_are_taken_out_and_checked(fleet: Fleet) -> None:
+    sync = fleet.connect()
+    gone = fleet.llms.pop()
+    sync.remove_engine(gone)
+    sync.sync(NEW.items())
+    fleet.assert_holds(NEW)
+    with pytest.raises(ConfigError, match="not connected"):
+        sync.remove_engine(gone)
+    with pytest.raises(ConfigError, match="connected already"):
+        sync.replace_engine(fleet.llms[0], fleet.llms[1])
+    with pytest.raises(ConfigError, match="connected already"):
+        sync.add_engine(fleet.llms[0])
+    sync.remove_engine(fleet.llms[0])
+    with pytest.raises(ConfigError, match="only engine"):
+        sync.remove_engine(fleet.llms[1])
+
+
+# --- a trainer that restarts ----------------------------------------------------------------------
+
+
+def test_a_trainer_picks_up_what_it_saved(fleet: Fleet, tmp_path: Any) -> None:
+    from vllm_sparse_refit import SyncConfig, WeightSynchronizer
+
+    first = fleet.connect()
+    first.sync(NEW.items(), label="saved")
+    first.save(tmp_path / "saved")
+    second = WeightSynchronizer.connect(fleet.llms, config=SyncConfig(payload_bytes=1))
+    second.restore(tmp_path / "saved")
+    assert second.version == first.version
+    report = second.sync(NEWER.items())
+    assert report.resynced == 0
+    fleet.assert_holds(NEWER)
+
+    # It is behind its own engines now, and brings them back before it goes on.
+    third = WeightSynchronizer.connect(fleet.llms, config=SyncConfig(payload_bytes=1))
+    third.restore(tmp_path / "saved")
+    assert third.sync(OLD.items()).resynced == 3
+    fleet.assert_holds(OLD)
+
+
+def test_a_damaged_save_is_refused_and_named(fleet: Fleet, tmp_path: Any) -> None:
+    sync = fleet.connect()
+    with pytest.raises(BaselineError, match="no saved baseline"):
+        sync.restore(tmp_path / "saved")
+    sync.snapshot(OLD.items())
+    sync.save(tmp_path / "saved")
+    (bits,) = (tmp_path / "saved").glob("*.bits")
+    data = bytearray(bits.read_bytes())
+    data[-1] ^= 1
+    bits.write_bytes(data)
+    with pytest.raises(BaselineError, match="bits of second are damaged"):
+        sync.restore(tmp_path / "saved")
+    with pytest.raises(BaselineError, match="snapshot"):
+        sync.sync(NEW.items())
+    bits.write_bytes(data[:-1])
+    with pytest.raises(BaselineError, match="damaged or incomplete"):
+        sync.restore(tmp_path / "saved")
+
+
+def test_a_save_that_fails_leaves_the_earlier_one(
+    fleet: Fleet, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import errno
+    import os
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    sync = fleet.connect()
+    sync.save(tmp_path)
+    first = sync.version
+    sync.sync(NEW.items())
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(BaselineError, match="No space left"):
+            sync.save(tmp_path)
+    assert len(list(tmp_path.glob("*.bits"))) == 1
+    sync.restore(tmp_path)
+    assert sync.version == first
+    sync.sync(NEWER.items())
+    fleet.assert_holds(NEWER)
+    sync.save(tmp_path)
+    assert len(list(tmp_path.glob("*.bits"))) == 1
+
+
+def test_a_trainer_that_died_in_doubt_is_told(
+    fleet: Fleet, tmp_path: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_sparse_refit.trainer.transaction import Transaction
+
+    gone = fleet.connect(state_dir=tmp_path / "state")
+    gone.save(tmp_path / "saved")
+    with monkeypatch.context() as patch:
+        patch.setattr(Transaction, "write", _vanish)
+        patch.setattr(Transaction, "abort", lambda _: [])
+        patch.setattr(DecisionLog, "aborted", lambda *_: None)
+        with pytest.raises(Vanished):
+            gone.sync(NEW.items(), label="doubtful")
+    second = fleet.connect(state_dir=tmp_path / "state")
+    assert "after it had decided to commit" in caplog.text
+    assert "doubtful" in caplog.text
+    second.restore(tmp_path / "saved")
+    second.sync(NEW.items())
+    fleet.assert_holds(NEW)
+
+
+# --- limits on waiting ----------------------------------------------------------------------------
+
+
+def test_a_worker_that_stops_taking_payloads_is_named_with_who_waits_for_it() -> None:
+    with toy_fleet(3, relay_timeout_s=30) as fleet:
+        sync = fleet.connect(timeout_s=0.5)
+        leaf = sync.status()[2]["address"]
+        fleet.llms[2].workers[0].receiver._server._intake._apply_payload = _hang
+        started = time.monotonic()
+        with pytest.raises(TransportTimeoutError) as caught:
+            sync.sync(NEW.items())
+        assert time.monotonic() - started < 10
+        notes = getattr(caught.value, "__notes__", [])
+        assert any(f"for worker {leaf}" in note for note in notes), notes
+
+
+def _hang(*_: Any) -> Any:
+    time.sleep(3)
+    return {}
+
+
+@pytest.mark.parametrize("name", [n for n, toy in TOYS.items() if BF16 in toy.dtypes])
+def test_every_kind_of_loader_can_be_brought_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toy_worker, "TOY", TOYS[name])
+    old, new, newer = (toy_weights(seed) for seed in (1, 2, 3))
+    ignore = tuple(n for n, kind in TOYS[name].kinds.items() if kind is LoadKind.SKIP)
+    with toy_fleet(2) as fleet:
+        sync = fleet.connect(ignore=ignore)
+        sync.sync(new.items())
+        fleet.assert_holds(new)
+        sync.replace_engine(*fleet.restart(1, seed=9))
+        assert sync.sync(newer.items()).resynced == 1
+        fleet.assert_holds(newer)
+        sync.replace_engine(*fleet.restart(0, seed=1))
+        assert sync.sync(old.items()).resynced == 1
+        fleet.assert_holds(old)

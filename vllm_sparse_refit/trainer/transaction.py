@@ -1,0 +1,202 @@
+"""One transfer to some engines, step by step; what goes wrong at a step is for the caller to end."""
+
+import contextlib
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from vllm_sparse_refit.config import SyncConfig, read_api_key
+from vllm_sparse_refit.errors import EngineStateError, RefitError, TransactionError, TransportError
+from vllm_sparse_refit.trainer.engine import LocalEngine
+from vllm_sparse_refit.trainer.exported import NamedTensor, SparsePayload
+from vllm_sparse_refit.trainer.stream import PayloadSource, stream_sparse_delta_payloads_via_zmq
+from vllm_sparse_refit.transport.client import ZmqSparseRefitClient
+from vllm_sparse_refit.transport.curve import read_client_keys
+from vllm_sparse_refit.transport.monitor import FleetMonitor
+from vllm_sparse_refit.transport.tree import height, patience
+
+# How long workers are asked, after a failure, what they wait for.
+_DIAGNOSIS_S = 1.0
+# Notes on a failure, at most.
+_NOTES = 8
+
+
+class Transaction:
+    """``begin``, then ``stream`` or ``resend``, ``prepare``, ``write``, ``release``; ``abort`` at any time.
+
+    Belongs to the engines' thread.
+
+    Args:
+        engines: each with the replies of its workers' status, in rank order.
+        sequence: above that of every earlier transfer on any of the workers.
+        label: of the version that the transfer leads to.
+    """
+
+    def __init__(
+        self,
+        engines: Mapping[LocalEngine, Sequence[Mapping[str, Any]]],
+        config: SyncConfig,
+        *,
+        sequence: int,
+        label: str,
+    ) -> None:
+        self.transfer_id = uuid.uuid4().hex
+        self.sequence = sequence
+        self.label = label
+        self._engines = list(engines)
+        self._config = config
+        self._addresses = [str(w["address"]) for workers in engines.values() for w in workers]
+
+    def begin(self, bases: Mapping[LocalEngine, str]) -> None:
+        """Open the transfer on every worker, from the version digest that its engine holds."""
+        for engine in self._engines:
+            engine.call(
+                "sparse_refit_begin",
+                self.transfer_id,
+                bases[engine],
+                self.label,
+                sequence=self.sequence,
+                verification_samples=self._config.verification_samples,
+                addresses=self._addresses,
+                fanout=self._config.fanout,
+            )
+
+    def stream(self, weights: Iterable[NamedTensor], source: PayloadSource) -> dict[str, int]:
+        """Compare, encode and send; see :func:`stream_sparse_delta_payloads_via_zmq`."""
+        with self._explained():
+            return stream_sparse_delta_payloads_via_zmq(
+                weights,
+                delta_tracker=source,
+                refit_targets=self._addresses,
+                transfer_id=self.transfer_id,
+                sequence=self.sequence,
+                timeout_s=self._config.timeout_s,
+                config=self._config,
+            )
+
+    def resend(self, payloads: Sequence[SparsePayload]) -> None:
+        """Send payloads of an earlier transfer, under their old numbers."""
+        root = self._addresses[0]
+        levels = height(len(self._addresses), self._config.fanout)
+        client = ZmqSparseRefitClient(
+            root,
+            timeout_s=patience(self._config.timeout_s, levels),
+            producer_id=0,
+            retries=self._config.retries,
+            **self._keys(),
+        )
+        with self._explained(), contextlib.closing(client):
+            for payload_id, payload in enumerate(payloads):
+                client.send_payload(
+                    transfer_id=self.transfer_id,
+                    sequence=self.sequence,
+                    payload_id=payload_id,
+                    checksum=payload.checksum,
+                    verification_candidates=self._config.verification_samples,
+                    body=payload.body,
+                    relay_root=root,
+                )
+
+    def prepare(self, payloads: Mapping[str, int]) -> dict[LocalEngine, str]:
+        """Wait until every worker has everything and has checked it; only a fault can stop it then.
+
+        Args:
+            payloads: how many there are, by producer.
+
+        Returns:
+            The version digest that each engine will come to.
+
+        Raises:
+            TransactionError: workers of one engine staged different payloads.
+        """
+        with self._explained(), self._monitor() as monitor:
+            monitor.await_staged(
+                self.transfer_id,
+                payloads,
+                stall_s=self._config.timeout_s * (self._config.retries + 1),
+                alive=self._check_alive,
+            )
+        digests = {}
+        for engine in self._engines:
+            replies = engine.call("sparse_refit_prepare", self.transfer_id, dict(payloads))
+            found = {str(reply["target_digest"]) for reply in replies}
+            if len(found) != 1:
+                raise TransactionError(
+                    f"the workers of {engine.name} staged different payloads for transfer "
+                    f"{self.transfer_id}; sync again"
+                )
+            digests[engine] = found.pop()
+        return digests
+
+    def write(self) -> None:
+        """Write and verify on every worker, and drop what was computed with the old weights."""
+        for engine in self._engines:
+            engine.call("sparse_refit_commit", self.transfer_id)
+        for engine in self._engines:
+            engine.call("finish_sparse_delta_refit")
+        for engine in self._engines:
+            engine.reset_caches()
+
+    @contextlib.contextmanager
+    def paused(self, pause: bool) -> Any:
+        """Hold generation on every engine; see :meth:`LocalEngine.paused`."""
+        with contextlib.ExitStack() as stack:
+            for engine in self._engines:
+                engine.check_idle(pause)
+                stack.enter_context(engine.paused(pause))
+            yield
+
+    def release(self) -> list[str]:
+        """Make it final on every worker; returns what went wrong with that, by engine."""
+        problems = []
+        for engine in self._engines:
+            try:
+                engine.call("sparse_refit_release", self.transfer_id)
+                engine.tell_version(self.label)
+            except RefitError as error:
+                problems.append(str(error))
+        return problems
+
+    def release_all(self) -> None:
+        """As :meth:`release`.
+
+        Raises:
+            TransactionError: it could not be made final somewhere.
+        """
+        if problems := self.release():
+            raise TransactionError(problems[0])
+
+    def abort(self) -> list[str]:
+        """Give it up on every engine; returns what went wrong with that."""
+        problems = [engine.abort(self.transfer_id) for engine in self._engines]
+        return [problem for problem in problems if problem is not None]
+
+    def _monitor(self) -> FleetMonitor:
+        return FleetMonitor(self._addresses, **self._keys())
+
+    def _keys(self) -> dict[str, Any]:
+        config = self._config
+        return {
+            "api_key": read_api_key(config.api_key_env_var),
+            "curve": read_client_keys(config.curve_key_file, config.curve_server_key_file),
+        }
+
+    def _check_alive(self) -> None:
+        for engine in self._engines:
+            engine.check_alive()
+
+    @contextlib.contextmanager
+    def _explained(self) -> Any:
+        """Turn a transport's error into that of a dead engine, or add what the workers wait for."""
+        try:
+            yield
+        except TransportError as error:
+            try:
+                self._check_alive()
+            except EngineStateError as death:
+                death.add_note(str(error))
+                raise death from error
+            with contextlib.suppress(RefitError), self._monitor() as monitor:
+                for problem in monitor.problems(self.transfer_id, _DIAGNOSIS_S)[:_NOTES]:
+                    error.add_note(problem)
+            raise
