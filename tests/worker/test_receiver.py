@@ -669,6 +669,7 @@ def test_the_extension_leaves_the_workers_own_names_alone() -> None:
         "sparse_refit_recover",
         "sparse_refit_fingerprint",
         "sparse_refit_compare",
+        "sparse_refit_digests",
         "sparse_refit_adopt",
         "sparse_refit_begin",
         "sparse_refit_prepare",

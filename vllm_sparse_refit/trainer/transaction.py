@@ -7,8 +7,9 @@ from typing import Any
 
 from vllm_sparse_refit.config import SyncConfig, read_api_key
 from vllm_sparse_refit.errors import EngineStateError, RefitError, TransactionError, TransportError
+from vllm_sparse_refit.trainer.baseline import SparsePayload
 from vllm_sparse_refit.trainer.engine import LocalEngine
-from vllm_sparse_refit.trainer.exported import NamedTensor, SparsePayload
+from vllm_sparse_refit.trainer.exported import NamedTensor
 from vllm_sparse_refit.trainer.stream import PayloadSource, stream_sparse_delta_payloads_via_zmq
 from vllm_sparse_refit.transport.client import ZmqSparseRefitClient
 from vllm_sparse_refit.transport.curve import read_client_keys
