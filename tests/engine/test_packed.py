@@ -48,7 +48,9 @@ def test_three_syncs_equal_a_plain_engine(
         verified = sync.verify()
         synced = state(llm)
     assert verified.ok
-    assert verified.elements > 0
+    # The loader casts every tensor of these bf16 checkpoints to fp32.
+    assert (verified.elements > 0) == (settings.get("dtype") != "float32")
+    assert bool(verified.unverified) == (settings.get("dtype") == "float32")
     assert start[0] != synced[0]
     assert start[1] != synced[1]
     assert synced == fresh_state(steps[-1], **settings)
