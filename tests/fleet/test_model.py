@@ -69,6 +69,9 @@ class BitsApplier:
         self.undo: dict[str, torch.Tensor] | None = None
         self.fails = False
 
+    def status(self) -> dict[str, Any]:
+        return {}
+
     def check_model(self) -> None: ...
 
     def check_delta(self, _delta: TensorDelta) -> bool:

@@ -157,7 +157,7 @@ class Receiver:
 
     def status(self) -> dict[str, Any]:
         """What this worker is doing, as JSON types."""
-        return {**self._describe(), "server": self._server.status()}
+        return {**self._describe(), **self._applier.status(), "server": self._server.status()}
 
     def _describe(self) -> dict[str, Any]:
         with self._lock:
@@ -171,7 +171,6 @@ class Receiver:
                 "transfer_id": transfer.transfer_id if transfer else None,
                 "staged_bytes": transfer.staged_bytes if transfer else 0,
                 "last_error": self._last_error,
-                **self._applier.status(),
             }
 
     @_control
