@@ -384,10 +384,12 @@ def test_an_engine_at_another_version_is_brought_back(
     first.sync(after)
     assert second.sync(after).resynced == 1
     assert state(llm) == fresh
-    assert second.sync(before).resynced == 0
-    assert first.sync(after, label="back again").resynced == 1
+    told = llm.llm_engine.engine_core.get_weight_version
+    assert second.sync(before, label="elsewhere").resynced == 0
+    assert told() == "elsewhere"
+    assert first.sync(after).resynced == 1
     assert state(llm) == fresh
-    assert llm.llm_engine.engine_core.get_weight_version() == "back again"
+    assert told() == "step-1"
     (reply,) = llm.collective_rpc(
         "sparse_refit_begin", args=("other", "f" * 32, "label"), kwargs={"sequence": 99}
     )

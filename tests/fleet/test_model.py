@@ -6,6 +6,7 @@ workers together again. Hypothesis searches, and shrinks what it finds; random w
 each told by its seed, make the number. ``VLLM_SPARSE_REFIT_SCHEDULES`` sets how many walks there are.
 """
 
+import functools
 import logging
 import os
 from collections.abc import Mapping
@@ -48,6 +49,11 @@ PARTS = ("w0", "w1")  # each in a payload of its own
 WORKERS = 2
 
 Bits = tuple[int, ...]
+
+
+@functools.cache
+def payload_of(name: str, old: int, new: int, operation: SparseOperation) -> bytes:
+    return encode_payload([delta_of(name, old, new, operation)])
 
 
 def delta_of(name: str, old: int, new: int, operation: SparseOperation) -> TensorDelta:
@@ -243,7 +249,7 @@ class Protocol(RuleBasedStateMachine):
         transfer = Transfer(f"t{number % 3}", number, self.base, new)  # names come again
         for name, old, value in zip(PARTS, self.bits, new, strict=True):
             if old != value or operation is SparseOperation.OVERWRITE:
-                body = encode_payload([delta_of(name, old, value, operation)])
+                body = payload_of(name, old, value, operation)
                 count = len(transfer.messages)
                 transfer.messages.append(
                     Message(transfer.transfer_id, transfer.sequence, count, body)
@@ -294,7 +300,7 @@ class Protocol(RuleBasedStateMachine):
             assert not worker.server.deliver(metadata, body[:-1] + bytes([body[-1] ^ 1]))
             return
         if spoiled == "clash":
-            body = encode_payload([delta_of("w0", 0, 9, SparseOperation.OVERWRITE)])
+            body = payload_of("w0", 0, 9, SparseOperation.OVERWRITE)
             metadata = message.metadata(body)
         key = (message.transfer_id, message.sequence, message.payload_id)
         if key in model.seen:
@@ -430,6 +436,8 @@ class Protocol(RuleBasedStateMachine):
 @pytest.fixture(autouse=True)
 def _without_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receivers, "ZmqSparseRefitServer", SocketlessServer)
+    # The same few payloads come again and again.
+    monkeypatch.setattr(receivers, "decode_payload", functools.cache(receivers.decode_payload))
     # Tens of thousands of refusals, each one expected.
     monkeypatch.setattr(logging.getLogger("vllm.sparse_refit"), "disabled", True)
     monkeypatch.setattr(logging.getLogger("vllm.sparse_refit.transport"), "disabled", True)
