@@ -337,6 +337,39 @@ def test_a_trainer_picks_up_what_it_saved(fleet: Fleet, tmp_path: Any) -> None:
     fleet.assert_holds(OLD)
 
 
+def test_a_trainer_picks_up_the_files_of_one_that_died(fleet: Fleet, tmp_path: Any) -> None:
+    from vllm_sparse_refit import WeightSynchronizer
+
+    first = fleet.connect(baseline_dir=tmp_path)
+    first.sync(NEW.items(), label="kept")
+    folder, version = first.baseline_folder, first.version
+    assert folder is not None
+    second = WeightSynchronizer.connect(fleet.llms)
+    with pytest.raises(BaselineError, match="in use by another process"):
+        second.restore(folder)
+    first.close(keep=True)
+    second.restore(folder)
+    assert second.version == version
+    assert second.baseline_folder == folder
+    assert second.sync(NEWER.items()).resynced == 0
+    fleet.assert_holds(NEWER)
+    second.close()
+    assert not folder.exists()
+
+
+def test_files_of_a_trainer_that_died_amid_a_change_are_refused(
+    fleet: Fleet, tmp_path: Any
+) -> None:
+    sync = fleet.connect(baseline_dir=tmp_path)
+    sync.sync(NEW.items())
+    folder = sync.baseline_folder
+    assert folder is not None
+    sync.close(keep=True)
+    (folder / "index.json").unlink()  # what a change does first
+    with pytest.raises(BaselineError, match=r"has no index.*snapshot"):
+        sync.restore(folder)
+
+
 def test_a_damaged_save_is_refused_and_named(fleet: Fleet, tmp_path: Any) -> None:
     sync = fleet.connect()
     with pytest.raises(BaselineError, match="no saved baseline"):

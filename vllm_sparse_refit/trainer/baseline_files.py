@@ -28,6 +28,11 @@ _INDEX: Final = "index.json"
 _LOCK: Final = "lock"
 
 
+def is_mapped_baseline(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder was made by :class:`MappedFiles`, whole or not."""
+    return (Path(folder) / _LOCK).is_file()
+
+
 @dataclass(frozen=True, eq=False)
 class MappedTensor:
     """One tensor of a mapped baseline.

@@ -5,7 +5,7 @@ import io
 import json
 import os
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -57,7 +57,7 @@ def save_baseline(
             index = [_write(file, name, tensor) for name, tensor in tensors]
             file.flush()
             os.fsync(file.fileno())
-        head = _head(version, lineage) | {"bits": bits.name, "tensors": index}
+        head = describe(version, lineage) | {"bits": bits.name, "tensors": index}
         replace_durably(target / _INDEX, json.dumps(head).encode())
     except OSError as error:
         with contextlib.suppress(OSError):
@@ -82,7 +82,8 @@ def _write(file: io.BufferedIOBase, name: str, tensor: torch.Tensor) -> dict[str
     }
 
 
-def _head(version: WeightVersion, lineage: Lineage) -> dict[str, Any]:
+def describe(version: WeightVersion, lineage: Lineage) -> dict[str, Any]:
+    """What a trainer that goes on from a baseline must know beside it, as JSON types."""
     start = lineage.start
     return {
         "format": _FORMAT,
@@ -91,6 +92,37 @@ def _head(version: WeightVersion, lineage: Lineage) -> dict[str, Any]:
         "fingerprints": sorted(lineage.fingerprints),
         "start": None if start is None else {"label": start.label, "digest": start.digest},
     }
+
+
+def read_description(index: Mapping[str, Any]) -> tuple[WeightVersion, Lineage]:
+    """The reverse of :func:`describe`.
+
+    Raises:
+        ValueError: it is of another format.
+        KeyError, TypeError: it is no description.
+    """
+    if index["format"] != _FORMAT:
+        raise ValueError(f"it is {index['format']!r}, and this reads {_FORMAT!r}")
+    lineage = Lineage()
+    lineage.incarnations = set(index["incarnations"])
+    lineage.fingerprints = {tuple(each) for each in index["fingerprints"]}
+    lineage.start = None if index["start"] is None else WeightVersion(**index["start"])
+    return WeightVersion(**index["version"]), lineage
+
+
+def read_note(folder: str | os.PathLike[str], note: str) -> tuple[WeightVersion, Lineage]:
+    """What a trainer noted beside its baseline in files: JSON of :func:`describe`.
+
+    Raises:
+        BaselineError: it noted nothing, because it ended within its snapshot.
+    """
+    try:
+        return read_description(json.loads(note))
+    except (ValueError, KeyError, TypeError) as error:
+        raise BaselineError(
+            f"the baseline in {str(folder)!r} belongs to no known version ({type(error).__name__}: "
+            f"{error}); snapshot() the weights that the engines hold"
+        ) from error
 
 
 def load_baseline(folder: str | os.PathLike[str]) -> SavedBaseline:
@@ -103,19 +135,8 @@ def load_baseline(folder: str | os.PathLike[str]) -> SavedBaseline:
     path = Path(folder)
     try:
         index = json.loads((path / _INDEX).read_text())
-        if index["format"] != _FORMAT:
-            raise BaselineError(
-                f"{str(path)!r} holds {index['format']!r}, and this reads {_FORMAT!r}"
-            )
-        lineage = Lineage()
-        lineage.incarnations = set(index["incarnations"])
-        lineage.fingerprints = {tuple(each) for each in index["fingerprints"]}
-        lineage.start = None if index["start"] is None else WeightVersion(**index["start"])
-        return SavedBaseline(
-            WeightVersion(**index["version"]),
-            lineage,
-            _tensors(path / index["bits"], index["tensors"]),
-        )
+        version, lineage = read_description(index)
+        return SavedBaseline(version, lineage, _tensors(path / index["bits"], index["tensors"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BaselineError(
             f"{str(path)!r} holds no saved baseline ({type(error).__name__}: {error}); snapshot() the "

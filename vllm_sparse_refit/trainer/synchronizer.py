@@ -1,12 +1,14 @@
 """The one class that a training loop needs."""
 
 import fnmatch
+import json
 import logging
 import math
 import os
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 from vllm_sparse_refit.codec.dtypes import dtype_from_name, dtype_name
@@ -18,6 +20,7 @@ from vllm_sparse_refit.errors import (
     UnsupportedModelError,
 )
 from vllm_sparse_refit.trainer.baseline import DeltaCompressionTracker
+from vllm_sparse_refit.trainer.baseline_files import is_mapped_baseline
 from vllm_sparse_refit.trainer.decisions import DecisionLog
 from vllm_sparse_refit.trainer.engine import LocalEngine
 from vllm_sparse_refit.trainer.exported import NamedTensor
@@ -25,7 +28,7 @@ from vllm_sparse_refit.trainer.history import RecordingSource, RetainedTransfer,
 from vllm_sparse_refit.trainer.report import SyncReport, VerificationReport
 from vllm_sparse_refit.trainer.resync import Lineage, Resync, Workers
 from vllm_sparse_refit.trainer.routing import Routing, join_discoveries
-from vllm_sparse_refit.trainer.saved import load_baseline, save_baseline
+from vllm_sparse_refit.trainer.saved import describe, load_baseline, read_note, save_baseline
 from vllm_sparse_refit.trainer.transaction import Transaction
 from vllm_sparse_refit.trainer.verification import compare_digests
 from vllm_sparse_refit.trainer.weights import named_weights
@@ -197,6 +200,16 @@ class WeightSynchronizer:
             if self._config.retained_bytes:
                 self._lineage.remember(engine, version)
         self._version = version
+        self._tracker.annotate(self._note(version))
+
+    def _note(self, version: WeightVersion) -> str:
+        """What goes with a baseline in files, for a trainer that finds them."""
+        return json.dumps(describe(version, self._lineage))
+
+    @property
+    def baseline_folder(self) -> Path | None:
+        """Where the baseline's files are, with ``SyncConfig.baseline_dir``; for :meth:`restore`."""
+        return self._tracker.folder
 
     def _discover(self, engines: Sequence[LocalEngine]) -> None:
         """Have engines classify the baseline's tensors, and route them as all engines need it."""
@@ -462,7 +475,7 @@ class WeightSynchronizer:
         """
         # Unknown in between, so that an interrupt asks for a snapshot and compares with nothing stale.
         self._version = None
-        self._tracker.on_sync_succeeded()
+        self._tracker.on_sync_succeeded(self._note(version))
         self._history.add(retained)
         self._version = version
         if problems := transaction.release():
@@ -496,26 +509,41 @@ class WeightSynchronizer:
         save_baseline(folder, self._tracker.tensors(), self._version, self._lineage)
 
     def restore(self, folder: str | os.PathLike[str]) -> None:
-        """Go on from what :meth:`save` wrote, in the place of :meth:`snapshot`.
+        """Go on from what another process left, in the place of :meth:`snapshot`.
 
-        Engines that went on to other versions meanwhile are brought back to the saved one by the next sync.
+        Engines that went on to other versions meanwhile are brought back to that one by the next sync.
+
+        Args:
+            folder: what :meth:`save` wrote, or the :attr:`baseline_folder` of a process that has ended,
+                whichever way; that one is taken over and not copied.
 
         Raises:
-            BaselineError: the folder holds no complete save, or one that was damaged; says which.
+            BaselineError: the folder holds no complete baseline, one that was damaged, or one that another
+                process uses; says which.
             UnsupportedModelError: as :meth:`snapshot`.
         """
         self._version = None
-        saved = load_baseline(folder)
-        self._tracker.snapshot_baseline(saved.tensors)
-        self._recover(saved.version)
+        if is_mapped_baseline(folder):
+            note = self._tracker.reopen_baseline(folder)
+            version, lineage = read_note(folder, note)
+        else:
+            saved = load_baseline(folder)
+            self._tracker.snapshot_baseline(saved.tensors)
+            version, lineage = saved.version, saved.lineage
+        self._recover(version)
         self._discover(self._engines)
-        self._lineage, self._history = saved.lineage, TransferHistory(self._config.retained_bytes)
-        self._version = saved.version
+        self._lineage, self._history = lineage, TransferHistory(self._config.retained_bytes)
+        self._version = version
+        self._tracker.annotate(self._note(version))
 
-    def close(self) -> None:
-        """Give the baseline's memory or files back. The engines go on as they are."""
+    def close(self, *, keep: bool = False) -> None:
+        """Give the baseline's memory or files back. The engines go on as they are.
+
+        Args:
+            keep: Leave the files of :attr:`baseline_folder`, to :meth:`restore` from.
+        """
         self._version = None
-        self._tracker.close()
+        self._tracker.close(keep=keep)
 
 
 def _next_label(base: WeightVersion) -> str:
