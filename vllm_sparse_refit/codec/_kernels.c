@@ -373,6 +373,11 @@ static PyObject *read_gaps(PyObject *self, PyObject *args) {
     }                                                                                                    \
     return escaped;                                                                                      \
   }                                                                                                      \
+  static Py_ssize_t count_escapes_##BITS(const T *codes, Py_ssize_t n) {                                 \
+    Py_ssize_t escaped = 0;                                                                              \
+    for (Py_ssize_t i = 0; i < n; i++) escaped += codes[i] >= ESCAPED_NIBBLE;                            \
+    return escaped;                                                                                      \
+  }                                                                                                      \
   static Py_ssize_t read_nibbles_##BITS(const uint8_t *nibbles, Py_ssize_t n, const T *escapes,          \
                                         Py_ssize_t available, T *codes) {                                \
     Py_ssize_t used = 0;                                                                                 \
@@ -577,8 +582,11 @@ static PyObject *code_changes(PyObject *self, PyObject *args) {
       wide = b[2].itemsize == 4 ? write_gaps_32(b[2].buf, found, b[4].buf, b[5].buf)
                                 : write_gaps_64(b[2].buf, found, b[4].buf, b[5].buf);
       if (operation == ADD) BY_WIDTH(width, zigzag, b[3].buf, found, b[3].buf);
-      if (operation != OVERWRITE)
-        BY_WIDTH(width, escaped = write_nibbles, b[3].buf, found, b[6].buf, b[7].buf);
+      if (operation != OVERWRITE) {
+        BY_WIDTH(width, escaped = count_escapes, b[3].buf, found);
+        /* Where most codes escape, nibbles are not used. */
+        if (escaped <= found / 2) BY_WIDTH(width, write_nibbles, b[3].buf, found, b[6].buf, b[7].buf);
+      }
     }
     Py_END_ALLOW_THREADS
     result = Py_BuildValue("nnn", found, wide, escaped);

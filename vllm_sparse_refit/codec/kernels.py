@@ -92,7 +92,8 @@ class CodedChanges:
         locations: Ascending, ``[k]``.
         codes: ``[k]``, of the width of the arrays: values, in zigzag form for ``ADD``.
         gaps, wide: As from :func:`encode_gaps`.
-        nibbles, escapes: As from :func:`encode_nibbles`; empty for ``OVERWRITE``.
+        nibbles, escapes: As from :func:`encode_nibbles`; empty for ``OVERWRITE``, and of the right sizes
+            but meaningless where more than half of the codes escape.
     """
 
     locations: _Array

@@ -75,7 +75,9 @@ def code_changes(  # noqa: PLR0917
     if operation == _ADD:
         zigzag(values[:found].copy(), values[:found])
     if operation != _OVERWRITE:
-        escaped = write_nibbles(values[:found], nibbles[: (found + 1) // 2], escapes)
+        escaped = int(np.count_nonzero(_unsigned(values[:found]) >= _ESCAPED_NIBBLE))
+        if escaped <= found // 2:  # where most codes escape, nibbles are not used
+            write_nibbles(values[:found], nibbles[: (found + 1) // 2], escapes)
     return found, used, escaped
 
 
