@@ -29,9 +29,9 @@ from vllm_sparse_refit.apply.sparse_writes import LoaderWriter, loader_weight, p
 from vllm_sparse_refit.apply.storage import storage_key
 from vllm_sparse_refit.apply.writer import WeightWriter, Write, storage_bits
 from vllm_sparse_refit.codec.delta import SparseOperation, TensorDelta
+from vllm_sparse_refit.codec.digest import box_digest
 from vllm_sparse_refit.codec.dtypes import bits_dtype, bits_view, dtype_name
 from vllm_sparse_refit.codec.payload import DecodeLimits, decode_payload
-from vllm_sparse_refit.element_digest import box_digest
 from vllm_sparse_refit.errors import (
     RefitError,
     TensorMismatchError,
@@ -176,7 +176,8 @@ class VllmSparseDeltaApplier:
             for copy in self.discovery.weights[name].copies:
                 assert copy.boxes is not None
                 box = copy.boxes.source
-                digest = box_digest(bits_view(copy.target), box.offset, box.shape, box.strides)
+                bits = bits_view(copy.target)
+                digest = box_digest(bits, box.offset, box.shape, box.strides).hex
                 entry = [box.offset, list(box.shape), list(box.strides), digest]
                 boxes.setdefault(name, []).append(entry)
         unverified = self.discovery.names(LoadKind.TRANSFORM, LoadKind.DENSE)

@@ -7,14 +7,17 @@ ones added. The hash is a linear form of both, mixed by multiplications and shif
 not attackers.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Final, Self
 
 import torch
 
 from vllm_sparse_refit.codec import kernels
 
-_HALF = 1 << 64
+_HALF: Final = 1 << 64
+# Elements of a box that are looked at together.
+_CHUNK: Final = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -57,3 +60,48 @@ class BitsDigest:
         if isinstance(locations, range):
             return cls(*kernels.digest_run(bits.numpy(), locations.start))
         return cls(*kernels.digest_places(bits.numpy(), locations.numpy()))
+
+
+def box_digest(
+    bits: torch.Tensor, offset: int, shape: Sequence[int], strides: Sequence[int]
+) -> BitsDigest:
+    """The digest of a strided box of a canonical tensor.
+
+    Args:
+        bits: The elements of the box as integers, in the box's own shape, any strides, on any device.
+        offset: Of the box's first element in the flat, row-major canonical tensor.
+        shape: Of the box.
+        strides: Of the box, in elements of the canonical tensor.
+    """
+    flat, digest = bits.reshape(-1), BitsDigest()
+    is_run = _is_one_run(shape, strides)
+    for first in range(0, flat.numel(), _CHUNK):
+        chunk = flat[first : first + _CHUNK].cpu()
+        end = first + chunk.numel()
+        if is_run:
+            digest += BitsDigest.of(chunk, range(offset + first, offset + end))
+        else:
+            digest += BitsDigest.of(chunk, _positions(range(first, end), offset, shape, strides))
+    return digest
+
+
+def _is_one_run(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether the elements of a box, in row-major order, follow each other in the tensor."""
+    expected = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _positions(
+    which: range, offset: int, shape: Sequence[int], strides: Sequence[int]
+) -> torch.Tensor:
+    """Canonical positions, int64, of some of a box's elements in row-major order."""
+    rest = torch.arange(which.start, which.stop)
+    positions = torch.full_like(rest, offset)
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        positions += rest % size * stride
+        rest = rest.div(size, rounding_mode="floor")
+    return positions

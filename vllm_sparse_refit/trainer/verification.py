@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from vllm_sparse_refit.element_digest import box_digest
+from vllm_sparse_refit.codec.digest import box_digest
 from vllm_sparse_refit.trainer.baseline import DeltaCompressionTracker
 from vllm_sparse_refit.trainer.report import VerificationReport
 
@@ -30,7 +30,7 @@ def compare_digests(
                 key = name, offset, tuple(shape), tuple(strides)
                 if key not in known:
                     bits = tracker.bits_of(name).as_strided(shape, strides, offset)
-                    known[key] = box_digest(bits, offset, shape, strides)
+                    known[key] = box_digest(bits, offset, shape, strides).hex
                 elements += math.prod(shape)
                 if known[key] != digest and worker not in different.get(name, ()):
                     different.setdefault(name, []).append(worker)

@@ -3,17 +3,16 @@
 import pytest
 import torch
 
-from vllm_sparse_refit import element_digest
-from vllm_sparse_refit.element_digest import box_digest
+from vllm_sparse_refit.codec import digest as digest_module
+from vllm_sparse_refit.codec.digest import BitsDigest, box_digest
 
 
-def _digest(bits: torch.Tensor) -> str:
+def _digest(bits: torch.Tensor) -> BitsDigest:
     return box_digest(bits, int(bits.storage_offset()), bits.shape, bits.stride())
 
 
-def _sum(*digests: str) -> str:
-    lanes = [sum(int(d[i : i + 16], 16) for d in digests) % (1 << 64) for i in (0, 16)]
-    return "".join(f"{lane:016x}" for lane in lanes)
+def _sum(*digests: BitsDigest) -> BitsDigest:
+    return sum(digests, BitsDigest())
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
@@ -22,7 +21,7 @@ def test_parts_add_up_to_the_whole(dtype: torch.dtype, monkeypatch: pytest.Monke
     whole = _digest(bits)
     parts = [bits[:, :3], bits[:2, 3:], bits[2:, 3:].t(), bits[0:0]]
     assert _sum(*map(_digest, parts)) == whole
-    monkeypatch.setattr(element_digest, "_CHUNK", 7)
+    monkeypatch.setattr(digest_module, "_CHUNK", 7)
     assert _sum(*map(_digest, parts)) == _digest(bits) == whole
 
 
@@ -41,6 +40,6 @@ def test_position_and_bits_count() -> None:
 
 
 def test_a_digest_is_pinned() -> None:
-    assert _digest(torch.tensor([1, -2, 3], dtype=torch.int16)) == (
-        "76257244ed62e18ddab471cc33342b0d"
+    assert _digest(torch.tensor([1, -2, 3], dtype=torch.int16)).hex == (
+        "cc72ecbed7d31a8d936d76d24c22c045"
     )
