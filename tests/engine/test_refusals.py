@@ -13,8 +13,8 @@ from tests.checkpoints import build_checkpoint, perturb_checkpoint
 from tests.codec import crafted
 from tests.engine.engines import checksums, engine, generate
 from vllm_sparse_refit import RefitError, SyncConfig, WeightSynchronizer
-from vllm_sparse_refit.apply.writer import WeightWriter
 from vllm_sparse_refit.checksum import checksum_hex
+from vllm_sparse_refit.codec import kernels
 from vllm_sparse_refit.codec.delta import SparseOperation, TensorDelta
 from vllm_sparse_refit.codec.payload import encode_payload
 from vllm_sparse_refit.errors import (
@@ -204,9 +204,19 @@ def _send(
 GOOD = encode_payload([_delta()])
 
 
-def _two_locations(first: int, gap: int) -> bytes:
-    row = crafted.row(NORM.encode(), (128,), end=128, first=first, count=2)
-    return crafted.payload(row, bytes([gap]), b"\1\2\0\0", decoded=12)
+def _out_of_range() -> bytes:
+    row = crafted.row(NORM.encode(), (128,), end=128, first=120, count=2)
+    return crafted.payload(row, b"\x32", codes=(b"\1\2", b"\0\0"), tensors=12)
+
+
+def _one_location_twice() -> bytes:
+    """Gaps cannot repeat a location, so two deltas of the tensor do."""
+    rows = [
+        crafted.row(NORM.encode(), (128,), begin=begin, end=128, first=3, count=1, flags=0)
+        for begin in (0, 3)
+    ]
+    codes = (b"\1\2", b"\0\0")
+    return crafted.payload(b"".join(rows), b"", codes=codes, deltas=2, tensors=4)
 
 
 def _hostile() -> dict[str, tuple[bytes, str]]:
@@ -218,8 +228,8 @@ def _hostile() -> dict[str, tuple[bytes, str]]:
         "unknown tensor": (encode_payload([_delta(name="model.surprise")]), r"model\.surprise"),
         "wrong shape": (encode_payload([_delta(shape=(64, 2))]), r"model\.norm\.weight"),
         "wrong dtype": (encode_payload([_delta(dtype=torch.float16)]), r"float16"),
-        "duplicate location": (_two_locations(first=3, gap=0), r"model\.norm\.weight.*twice"),
-        "location out of range": (_two_locations(first=120, gap=50), r"model\.norm\.weight"),
+        "duplicate location": (_one_location_twice(), r"model\.norm\.weight.*both speak for"),
+        "location out of range": (_out_of_range(), r"model\.norm\.weight.*outside its span"),
     }
 
 
@@ -264,15 +274,15 @@ def test_two_payloads_for_the_same_elements(sync: WeightSynchronizer, llm: Any) 
 def test_a_commit_that_fails_is_undone(
     sync: WeightSynchronizer, llm: Any, after: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    xor, calls = WeightWriter.xor, itertools.count()
+    scatter, calls = kernels.scatter, itertools.count()
 
-    def half(self: WeightWriter, *arguments: Any) -> None:
+    def half(*arguments: Any, **options: Any) -> None:
         if next(calls) == 6:
             raise RuntimeError("the disk is on fire")
-        xor(self, *arguments)
+        scatter(*arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(WeightWriter, "xor", half)
+        patch.setattr(kernels, "scatter", half)
         with pytest.raises(RefitError, match="the disk is on fire"):
             sync.sync(after)
     assert next(calls) > 6
