@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import zmq
 
 from tests.transport.helpers import (
     WAIT_S,
@@ -555,3 +556,37 @@ def test_a_server_that_never_started_can_be_closed() -> None:
     server.close()
     with pytest.raises(ConfigError, match="empty"):
         ZmqSparseRefitServer(Recorder(), config=WorkerConfig(), api_key=b"")
+
+
+class _Vanishing:
+    """A socket whose connection goes between the moment when it would take a message and the send."""
+
+    def __init__(self, socket: Any, times: int) -> None:
+        self._socket = socket
+        self.left = times
+
+    def send_multipart(self, *arguments: Any, **options: Any) -> Any:
+        if self.left:
+            self.left -= 1
+            raise zmq.Again
+        return self._socket.send_multipart(*arguments, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._socket, name)
+
+
+def test_a_connection_that_vanishes_before_the_send_is_waited_for() -> None:
+    received = Recorder()
+    with serving(received) as (_, address), client_of(address) as client:
+        vanishing = _Vanishing(client._socket, 3)
+        client._socket = vanishing
+        assert send(client)["duplicate"] is False
+        assert vanishing.left == 0
+    assert received.bodies == [b"payload"]
+
+
+def test_a_connection_that_vanishes_for_good_is_a_timeout() -> None:
+    with serving(Recorder()) as (_, address), client_of(address, timeout_s=0.2) as client:
+        client._socket = _Vanishing(client._socket, 1 << 30)
+        with pytest.raises(TransportTimeoutError, match="did not acknowledge"):
+            send(client)

@@ -1,5 +1,6 @@
 """The sending end: one payload at a time to one worker, each acknowledged."""
 
+import contextlib
 import itertools
 import threading
 import time
@@ -187,16 +188,25 @@ class ZmqSparseRefitClient:
     def _exchange(self, frames: list[bytes], request_id: bytes) -> list[bytes] | None:
         """One try: the reply to ``request_id``, or None when the time is up."""
         deadline = time.monotonic() + self._timeout_s
-        if not self._wait(zmq.POLLOUT, deadline):
+        if not self._sent(frames, deadline):
             return None
-        # Only immutable bytes go without a copy: a send that timed out may still be reading them.
-        self._socket.send_multipart(frames, zmq.NOBLOCK, copy=not isinstance(frames[-1], bytes))
         while self._wait(zmq.POLLIN, deadline):
             reply = self._socket.recv_multipart(zmq.NOBLOCK)
             if len(reply) == REPLY_FRAMES and reply[0] in (ACK, NACK) and reply[1] == request_id:
                 return reply
             # Anything else answers an earlier request of this socket, or is noise.
         return None
+
+    def _sent(self, frames: list[bytes], deadline: float) -> bool:
+        while self._wait(zmq.POLLOUT, deadline):
+            # What would take a message a moment ago may be gone: a connection whose handshake failed.
+            with contextlib.suppress(zmq.Again):
+                # Only immutable bytes go without a copy: a send that timed out may still read them.
+                self._socket.send_multipart(
+                    frames, zmq.NOBLOCK, copy=not isinstance(frames[-1], bytes)
+                )
+                return True
+        return False
 
     def _wait(self, event: int, deadline: float) -> bool:
         while not self._stop.is_set():
