@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_sparse_refit.apply.slots import helpers
+from vllm_sparse_refit.apply.slots import PLAIN, helpers
 from vllm_sparse_refit.apply.storage import ViewKey, storage_key, tensor_digest, view_key
 
 
@@ -183,22 +183,7 @@ def _attribute_holds_copy(old: _Attribute, value: object, kept: set[int]) -> boo
     return _may_hold_tensors(value, kept, depth=3)
 
 
-_PLAIN = (
-    bool
-    | int
-    | float
-    | complex
-    | str
-    | bytes
-    | type
-    | torch.dtype
-    | torch.device
-    | torch.Size
-    | torch.nn.Module
-    | types.ModuleType
-    | torch._ops.OpOverload
-    | torch._ops.OpOverloadPacket
-)
+_PLAIN = PLAIN | torch.nn.Module
 
 
 def _may_hold_tensors(value: object, kept: set[int], depth: int) -> bool:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from vllm_sparse_refit.codec import kernels
-from vllm_sparse_refit.codec.delta import KERNEL_OPERATIONS, SparseOperation
+from vllm_sparse_refit.codec.delta import KERNEL_OPERATIONS, SparseOperation, combined
 from vllm_sparse_refit.codec.dtypes import bits_view
 
 # Past a few threads memory is the limit.
@@ -198,13 +198,6 @@ class WeightWriter:
         """Forget how to undo and what to verify."""
         self._undo.clear()
         self._samples.clear()
-
-
-def combined(operation: SparseOperation, before: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """What an operation makes of elements that hold ``before``; both ``[n]``, of one dtype."""
-    if operation is SparseOperation.XOR:
-        return before ^ bits
-    return before + bits if operation is SparseOperation.ADD else bits
 
 
 def _do(undo: _Undo) -> int:

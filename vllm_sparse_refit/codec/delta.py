@@ -205,7 +205,7 @@ def apply_delta(delta: TensorDelta, bits: torch.Tensor) -> None:
     """
     if isinstance(delta.locations, range):
         part = bits[delta.locations.start : delta.locations.stop]
-        _write(part, delta.values.to(bits.device), delta.operation)
+        part.copy_(combined(delta.operation, part, delta.values.to(bits.device)))
     elif bits.device.type == "cpu":
         kernels.scatter(
             bits.numpy(),
@@ -215,15 +215,11 @@ def apply_delta(delta: TensorDelta, bits: torch.Tensor) -> None:
         )
     else:
         where = delta.locations.to(bits.device, torch.int64)
-        part = bits[where]
-        _write(part, delta.values.to(bits.device), delta.operation)
-        bits[where] = part
+        bits[where] = combined(delta.operation, bits[where], delta.values.to(bits.device))
 
 
-def _write(part: torch.Tensor, values: torch.Tensor, operation: SparseOperation) -> None:
+def combined(operation: SparseOperation, before: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """What an operation makes of elements that hold ``before``; both ``[n]``, of one dtype."""
     if operation is SparseOperation.XOR:
-        part ^= values
-    elif operation is SparseOperation.ADD:
-        part += values
-    else:
-        part.copy_(values)
+        return before ^ bits
+    return before + bits if operation is SparseOperation.ADD else bits
