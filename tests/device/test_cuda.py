@@ -35,13 +35,17 @@ def change(weights: dict[str, torch.Tensor], every: int) -> dict[str, torch.Tens
     return changed
 
 
-def on_gpu(weights: dict[str, torch.Tensor], *, transposed: bool) -> dict[str, torch.Tensor]:
-    """The same values in GPU tensors, transposed in memory if asked for."""
-    moved = {}
-    for name, tensor in weights.items():
-        gpu = tensor.cuda()
-        moved[name] = gpu.t().contiguous().t() if transposed and gpu.ndim == 2 else gpu
-    return moved
+def laid_out(weights: dict[str, torch.Tensor], *, transposed: bool) -> dict[str, torch.Tensor]:
+    """The same values, matrices transposed in memory if asked for."""
+    return {
+        name: tensor.t().contiguous().t() if transposed and tensor.ndim == 2 else tensor
+        for name, tensor in weights.items()
+    }
+
+
+def on_gpu(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same values and strides in GPU tensors."""
+    return {name: tensor.cuda() for name, tensor in weights.items()}
 
 
 def encoded(
@@ -70,10 +74,11 @@ def test_payloads_are_those_of_cpu_tensors(
     new = change(old, every)
     routing = {"overwrite": {"big"}, "dense": {"big"}}
     plain = SyncConfig(chunk_elements=CHUNK, payload_bytes=1000)
-    expected = encoded(plain, old, new, **routing)
+    # The same strides on both sides: chunks of what is not contiguous end where rows end.
+    sides = [laid_out(side, transposed=transposed) for side in (old, new)]
+    expected = encoded(plain, *sides, **routing)
     config = SyncConfig(chunk_elements=CHUNK, payload_bytes=1000, baseline_on_device=on_device)
-    sides = [on_gpu(side, transposed=transposed) for side in (old, new)]
-    assert encoded(config, *sides, **routing) == expected
+    assert encoded(config, *map(on_gpu, sides), **routing) == expected
     assert expected
 
 
@@ -83,9 +88,9 @@ def test_only_what_changed_comes_to_the_host(operation: SparseOperation) -> None
     new = old.clone()
     new[::97] ^= 5
     on_cpu = find_changes(old, new, operation, begin=7, wide=True)
-    on_gpu = find_changes(old.cuda(), new.cuda(), operation, begin=7, wide=True)
-    assert all(map(torch.equal, on_cpu, on_gpu))
-    assert all(found.device.type == "cpu" for found in on_gpu)
+    found = find_changes(old.cuda(), new.cuda(), operation, begin=7, wide=True)
+    assert all(map(torch.equal, on_cpu, found))
+    assert all(found.device.type == "cpu" for found in found)
 
 
 def test_values_are_those_at_the_time_of_the_export() -> None:

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ from tests.transport.helpers import eventually, threads_named
 from vllm_sparse_refit.codec.coding import CodedDelta
 from vllm_sparse_refit.codec.delta import SparseOperation
 from vllm_sparse_refit.trainer.comparison import Comparison, comparisons
-from vllm_sparse_refit.trainer.exported import ExportedTensor, HostCopier
+from vllm_sparse_refit.trainer.exported import ExportedTensor, HostCopier, PendingCopy
 from vllm_sparse_refit.trainer.parallel_encoder import ParallelEncoder
 
 ELEMENTS = 1 << 21  # four mebibytes: a group of its own
+# Groups that two threads may have under way: eight, and one each that was let in at the same time.
+WINDOW = 8 + 2
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +103,38 @@ def test_a_caller_that_takes_nothing_stops_the_work() -> None:
     with ParallelEncoder(cut, encode, payload_bytes=1, threads=2) as encoder:
         feed(encoder)
         assert fed == -1
-        assert not eventually(lambda: len(encoded) > 8, timeout_s=0.3)
+        # The one taken, those that may wait, and the groups that may be under way meanwhile.
+        assert not eventually(lambda: len(encoded) > 1 + 3 + WINDOW, timeout_s=0.3)
+
+
+def test_a_slow_thread_stops_the_others() -> None:
+    proceed = threading.Event()
+    compared: list[str] = []
+
+    class Late(threading.Event):
+        def synchronize(self) -> None:
+            proceed.wait(30)
+
+    def cut_late(exported: ExportedTensor) -> Iterable[Comparison]:
+        compared.append(exported.name)
+        for comparison in cut(exported):
+            late = PendingCopy(exported.tensor.view(torch.int16), Late())  # type: ignore[arg-type]
+            yield replace(comparison, new=late) if exported.name == "w0" else comparison
+
+    payloads: list[list[str]] = []
+    expected = [f"w{i}" for i in range(100)]
+    with ParallelEncoder(cut_late, names, payload_bytes=1, threads=2) as encoder:
+        taking = threading.Thread(
+            target=lambda: payloads.extend(run(encoder, (tensor(name) for name in expected)))
+        )
+        taking.start()
+        try:
+            assert eventually(lambda: len(compared) >= WINDOW // 2)
+            assert not eventually(lambda: len(compared) > WINDOW, timeout_s=0.3)
+        finally:
+            proceed.set()
+            taking.join()
+    assert payloads == [[name] for name in expected]
 
 
 def test_an_error_in_the_cutting_is_raised() -> None:

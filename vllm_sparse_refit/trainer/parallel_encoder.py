@@ -29,8 +29,9 @@ def default_threads() -> int:
 #
 #   feed -> tensors - cut -> groups of chunks - run -> deltas, in order -> batches - encode -> payloads
 #
-#   A thread takes a batch, if one is full; otherwise the next group, while few payloads wait to be taken;
-#   otherwise it waits. It ends when the export has ended and nothing is left.
+#   A thread takes a batch, if one is full; otherwise the next group, while few payloads wait to be taken
+#   and few groups were taken since the first that is not compared yet; otherwise it waits. It ends when
+#   the export has ended and nothing is left.
 #   The caller feeds tensors while there is room, and takes payloads in order as they are ready.
 class ParallelEncoder(Generic[Payload]):
     """Encodes exported tensors in several threads. One user thread; leaving ``with`` ends the threads.
@@ -52,15 +53,17 @@ class ParallelEncoder(Generic[Payload]):
     ) -> None:
         self._encode = encode
         self._most_payloads = threads + 1
+        # One thread that is slow must not let the others compare the whole model behind its back.
+        self._most_groups = 4 * threads
         self._groups = grouped(chunk for tensor in self._tensors() for chunk in cut(tensor))
-        self._cutting = threading.Lock()  # owns _groups and _cut
-        self._cut = 0
+        self._cutting = threading.Lock()  # owns _groups; taken before the other
         lock = threading.Lock()  # owns everything below
         self._due = threading.Condition(lock)  # the threads wait for work
         self._news = threading.Condition(lock)  # the caller waits for room or a payload
         self._fed: collections.deque[ExportedTensor] = collections.deque()
         self._export_ended = False
         self._all_cut = False
+        self._cut = 0
         self._running = 0
         self._deltas: dict[int, list[CodedDelta]] = {}
         self._in_order = 0
@@ -142,6 +145,14 @@ class ParallelEncoder(Generic[Payload]):
     def _is_done(self) -> bool:
         return self._all_cut and not self._running and not self._batches
 
+    @property
+    def _may_compare(self) -> bool:
+        return (
+            not self._all_cut
+            and len(self._payloads) < self._most_payloads
+            and self._cut - self._in_order < self._most_groups
+        )
+
     def _next_payload(self) -> Payload | None:
         if self._error is not None:
             raise self._error
@@ -173,7 +184,7 @@ class ParallelEncoder(Generic[Payload]):
                     self._stopped
                     or self._error
                     or self._batches
-                    or (not self._all_cut and len(self._payloads) < self._most_payloads)
+                    or self._may_compare
                     or self._is_done
                 )
             )
@@ -192,22 +203,24 @@ class ParallelEncoder(Generic[Payload]):
         finally:
             with self._due:
                 self._running -= 1
+                others_waited = not self._may_compare
                 self._close_batches()
                 if self._is_ready or self._is_done:
                     self._news.notify()
-                if len(self._batches) > 1 or self._all_cut:
-                    self._due.notify_all()  # more than this thread can do next
+                # What this thread cannot do alone, and what others wait for.
+                if len(self._batches) > 1 or self._all_cut or (others_waited and self._may_compare):
+                    self._due.notify_all()
         return True
 
     def _compare(self) -> None:
         with self._cutting:
             group = next(self._groups, None)
-            number = self._cut
-            self._cut += 1
-        if group is None:
             with self._due:
-                self._all_cut = True
-            return
+                if group is None:
+                    self._all_cut = True
+                    return
+                number = self._cut
+                self._cut += 1
         deltas = run_all(group)
         with self._due:
             self._deltas[number] = deltas
