@@ -90,7 +90,7 @@ def test_only_what_changed_comes_to_the_host(operation: SparseOperation) -> None
     on_cpu = find_changes(old, new, operation, begin=7, wide=True)
     found = find_changes(old.cuda(), new.cuda(), operation, begin=7, wide=True)
     assert all(map(torch.equal, on_cpu, found))
-    assert all(found.device.type == "cpu" for found in found)
+    assert all(part.device.type == "cpu" for part in found)
 
 
 def test_values_are_those_at_the_time_of_the_export() -> None:
