@@ -7,7 +7,8 @@ setup(
         Extension(
             "vllm_sparse_refit.codec._kernels",
             ["vllm_sparse_refit/codec/_kernels.c"],
-            extra_compile_args=["-O3"],
+            extra_compile_args=["-O3", "-pthread"],
+            extra_link_args=["-pthread"],
             py_limited_api=True,
             # Without a compiler the package installs all the same, and portable.py takes its place.
             optional=True,

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from vllm_sparse_refit.apply.writer import WeightWriter, Write, storage_bits
+from vllm_sparse_refit.apply.storage import storage_bits
+from vllm_sparse_refit.apply.writer import WeightWriter, Write
 from vllm_sparse_refit.codec.delta import apply_delta
 from vllm_sparse_refit.codec.dtypes import bits_view
 from vllm_sparse_refit.codec.payload import DecodeLimits, decode_payload

@@ -1,7 +1,7 @@
 """The extension module: that it is there, and that no arguments make it crash."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -51,6 +51,50 @@ def zeros(size: int, dtype: npt.DTypeLike = np.uint8) -> Array:
 def read_only(array: Array) -> Array:
     array.flags.writeable = False
     return array
+
+
+def write(**changes: Any) -> kernels.ArrayWrite:
+    """A small write that is right but for the changes."""
+    return kernels.ArrayWrite(zeros(4), np.arange(2), zeros(2), kernels.XOR)._replace(**changes)
+
+
+# What follows the writes in calls that take a list of them.
+AFTER_WRITES: dict[str, tuple[Any, ...]] = {
+    "scatter": (None, None, 1),
+    "count_different": (zeros(8), 1, 1),
+    "digest_targets": (zeros(2, np.uint64), 1),
+}
+
+
+def wrong_writes() -> list[Any]:
+    u16, i32 = np.uint16, np.int32
+    return [
+        (),
+        None,
+        write()[:6],
+        write(values=zeros(1)),
+        write(values=zeros(2, u16)),
+        write(where=zeros(2, u16)),
+        write(where=zeros(3, i32)),
+        write(where=None),
+        write(where=2**63),
+        write(where=3),
+        write(operation=0),
+        write(operation=4),
+        write(operation="add"),
+        write(stride=0),
+        write(stride=2**63),
+        write(shift=3),
+        write(shift=-1),
+        write(target=zeros(8)[::2]),
+        write(target=zeros(2, np.complex128), values=zeros(2, np.complex128)),
+        write(target=None),
+        write(where=np.array([0, 9])),
+        write(where=np.array([0, -9])),
+        write(canonical=np.arange(3)),
+        write(canonical=zeros(2, u16)),
+        write(canonical=1),
+    ]
 
 
 def wrong_calls() -> list[tuple[str, tuple[Any, ...]]]:
@@ -120,25 +164,47 @@ def wrong_calls() -> list[tuple[str, tuple[Any, ...]]]:
         ("zigzag", (c16, c16)),
         ("unzigzag", (c16,)),
         ("unzigzag", (read_only(zeros(3)),)),
-        ("scatter", (zeros(4), zeros(2, i32), zeros(1), 1, 1, 0, None, None)),
-        ("scatter", (zeros(4), zeros(2, i32), zeros(2, u16), 1, 1, 0, None, None)),
-        ("scatter", (zeros(4), zeros(2, u16), zeros(2), 1, 1, 0, None, None)),
-        ("scatter", (zeros(4), np.arange(2), zeros(2), 0, 1, 0, None, None)),
-        ("scatter", (zeros(4), np.arange(2), zeros(2), 4, 1, 0, None, None)),
-        ("scatter", (zeros(4), np.arange(2), zeros(2), 1, 1, 0, zeros(1), None)),
-        ("scatter", (zeros(4), np.arange(2), zeros(2), 1, 1, 0, zeros(2, u16), None)),
-        ("scatter", (zeros(4), np.arange(2), zeros(2), 1, 1, 0, read_only(zeros(2)), None)),
-        ("scatter", (zeros(4), np.arange(2), zeros(2), 1, 1, 0, "before", None)),
-        ("scatter", (read_only(zeros(4)), np.arange(2), zeros(2), 1, 1, 0, None, None)),
-        ("scatter", (strided, np.arange(2), zeros(2), 1, 1, 0, None, None)),
-        ("scatter", (c16, np.arange(2), zeros(2, np.complex128), 1, 1, 0, None, None)),
-        ("scatter", (zeros(4), np.array([0, 9, 2]), zeros(3), 1, 1, 0, None, None)),
-        ("scatter", (zeros(4), np.array([0, -9, 2]), zeros(3), 1, 1, 0, None, None)),
-        ("scatter", (zeros(4), np.arange(2), zeros(2), 1, 1, 0, None, zeros(2))),
-        ("scatter", (zeros(4), np.arange(2), zeros(2), 1, 1, 0, None, zeros(0))),
-        ("scatter", (zeros(4), np.arange(2), zeros(2), 1, 1, 0, zeros(2), read_only(zeros(1)))),
-        ("scatter", (zeros(4), np.arange(2), zeros(2), 1, 1, 0, zeros(2), "done")),
+        *((name, ([w], *rest)) for name, rest in AFTER_WRITES.items() for w in wrong_writes()),
+        ("scatter", (None, None, None, 1)),
+        ("scatter", ((write(),), None, None, 1)),
+        ("scatter", ([write(target=read_only(zeros(4)))], None, None, 1)),
+        ("scatter", ([write()], zeros(2), None, 1)),
+        ("scatter", ([write()], zeros(9), None, 1)),
+        ("scatter", ([write(), write()], zeros(8), None, 1)),
+        ("scatter", ([write()], read_only(zeros(8)), None, 1)),
+        ("scatter", ([write()], "before", None, 1)),
+        ("scatter", ([write()], None, zeros(2), 1)),
+        ("scatter", ([write()], None, zeros(0), 1)),
+        ("scatter", ([write()], zeros(8), read_only(zeros(1)), 1)),
+        ("scatter", ([write()], zeros(8), "done", 1)),
+        ("count_different", ([write()], zeros(8), 0, 1)),
+        ("count_different", ([write()], zeros(2), 1, 1)),
+        ("count_different", ([write()], None, 1, 1)),
+        ("digest_targets", ([write()], zeros(1, np.uint64), 1)),
+        ("digest_targets", ([write()], zeros(3, np.uint64), 1)),
+        ("digest_targets", ([write()], zeros(2), 1)),
+        ("digest_targets", ([write()], read_only(zeros(2, np.uint64)), 1)),
     ]
+
+
+REFUSALS = (ValueError, TypeError, OverflowError)
+# What Python itself says of numbers, of what is no buffer, and of read-only ones.
+PYTHONS = (
+    "bytes-like object",
+    "7 arguments",
+    "integer",
+    "too big",
+    "argument must be",
+    "read-only",
+)
+
+
+def arrays_in(arguments: Iterable[Any]) -> Iterator[Array]:
+    for argument in arguments:
+        if isinstance(argument, np.ndarray):
+            yield argument
+        elif isinstance(argument, list | tuple):
+            yield from arrays_in(argument)
 
 
 @if_compiled
@@ -146,12 +212,12 @@ def test_the_compiled_loops_refuse_wrong_buffers() -> None:
     for name, arguments in wrong_calls():
         called = f"{name}{arguments}"
         loop: Callable[..., Any] = getattr(implementations.compiled, name)
-        written = [argument.copy() for argument in arguments if isinstance(argument, np.ndarray)]
-        with pytest.raises((ValueError, TypeError)) as refusal:
+        arrays = list(arrays_in(arguments))
+        written = [array.copy() for array in arrays]
+        with pytest.raises(REFUSALS) as refusal:
             pytest.fail(f"{called} returned {loop(*arguments)}")
-        # Python's own, for what is no buffer or read-only.
-        assert refusal.type is ValueError or "bytes-like object" in str(refusal.value), called
-        arrays = [argument for argument in arguments if isinstance(argument, np.ndarray)]
+        message = str(refusal.value)
+        assert refusal.type is ValueError or any(own in message for own in PYTHONS), called
         for array, before in zip(arrays, written, strict=True):
             assert np.array_equal(array, before), called
 
@@ -171,7 +237,9 @@ def test_every_wrong_call_differs_from_a_right_one() -> None:
         ("read_plane", (zeros(3), 1, zeros(3, np.uint16))),
         ("zigzag", (zeros(3), zeros(3))),
         ("unzigzag", (zeros(3),)),
-        ("scatter", (zeros(4), np.arange(2), zeros(2), 3, 1, 0, zeros(2), zeros(1))),
+        ("scatter", ([write(), write(where=1, canonical=np.arange(2))], zeros(16), zeros(1), 2)),
+        ("count_different", ([write()], zeros(8), 1, 1)),
+        ("digest_targets", ([write()], zeros(2, np.uint64), 1)),
     ]
     for name, arguments in right:
         getattr(implementations.compiled, name)(*arguments)
@@ -183,7 +251,7 @@ def test_wrong_calls_leak_no_buffer() -> None:
     for name, arguments in wrong_calls():
         for argument in arguments:
             if isinstance(argument, np.ndarray) and argument.base is None:
-                with pytest.raises((ValueError, TypeError)):
+                with pytest.raises(REFUSALS):
                     getattr(implementations.compiled, name)(*arguments)
                 break
     held = bytearray(4)

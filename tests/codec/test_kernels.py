@@ -343,25 +343,110 @@ def test_scatter_writes_what_a_loop_writes(
     expected = list(old)
     for at, value in zip(where, values.tolist(), strict=True):
         expected[at * stride + 2] = combined(old[at * stride + 2], value, operation, width)
-    before = np.empty(count, f"u{width}") if keep else None
-    done = np.zeros(1, np.uint8) if keep else None
     if shuffled:  # the same writes in another order
         order = np.array(rng.sample(range(count), count), np.int64)
         locations, values, where = locations[order], values[order], [where[i] for i in order]
-    kernels.scatter(
-        target,
-        locations,
-        values,
-        operation,
-        stride=stride,
-        shift=2 - start * stride,
-        before=before,
-        done=done,
-    )
+    write = kernels.ArrayWrite(target, locations, values, operation, stride, 2 - start * stride)
+    before = np.empty(kernels.before_bytes([write]), np.uint8) if keep else None
+    done = np.zeros(1, np.uint8) if keep else None
+    kernels.scatter([write], before=before, done=done)
     assert target.tolist() == expected
     if before is not None and done is not None:
         assert done.tolist() == [1]
-        assert before.tolist() == [old[at * stride + 2] for at in where]
+        (kept,) = kernels.before_parts([write], before)
+        assert kept.tolist() == [old[at * stride + 2] for at in where]
+
+
+def many_writes(seed: int) -> tuple[list[Array], list[kernels.ArrayWrite]]:
+    """Writes of all kinds to disjoint elements of arrays of all widths, some with thousands of elements."""
+    rng = np.random.default_rng(seed)
+    targets = [random_array(seed + width, 200_000, width) for width in WIDTHS]
+    writes = []
+    for i, (target, operation) in enumerate(itertools.product(targets, (1, 2, 3))):
+        count = (0, 7, 40_000)[i % 3]
+        values = random_array(seed + i, count, target.itemsize)
+        where = rng.permutation(60_000)[:count].astype((np.int32, np.int64)[i % 2])
+        canonical = rng.integers(0, 2**40, count) if i % 2 else None
+        writes.append(
+            kernels.ArrayWrite(target, where, values, operation, 1, 60_000 * (i % 3), canonical)
+        )
+        run = random_array(seed + 100 + i, 1000, target.itemsize)
+        writes.append(
+            kernels.ArrayWrite(target, 180_000 + 1500 * (i % 3), run, operation, 3, -360_000)
+        )
+    return targets, writes
+
+
+def elements_of(write: kernels.ArrayWrite) -> Array:
+    run = isinstance(write.where, int)
+    where = np.arange(write.where, write.where + write.values.size) if run else write.where
+    return np.asarray(where, np.int64) * write.stride + write.shift
+
+
+@each_implementation
+@pytest.mark.parametrize("threads", [1, 2, 7, 100])
+def test_many_writes_are_done_looked_at_and_taken_back(threads: int) -> None:
+    targets, writes = many_writes(threads)
+    as_they_were = [target.copy() for target in targets]
+    expected = [target.copy() for target in targets]
+    for i, write in enumerate(writes):
+        # One after the other, with numpy's own indexing.
+        target, where = expected[i // 6], elements_of(write)
+        if write.operation == kernels.XOR:
+            target[where] ^= write.values
+        elif write.operation == kernels.ADD:
+            target[where] += write.values
+        else:
+            target[where] = write.values
+    before = np.empty(kernels.before_bytes(writes), np.uint8)
+    kernels.scatter(writes, before=before, threads=threads)
+    assert all(map(np.array_equal, targets, expected))
+    for limit in (1, 64, 10**9):
+        looked_at = sum(-(-w.values.size // max(-(-w.values.size // limit), 1)) for w in writes)
+        found = kernels.count_different(writes, before, limit=limit, threads=threads)
+        assert found == (looked_at, 0)
+    for write in writes[-2:]:
+        write.target[elements_of(write)[0]] ^= 1
+    assert kernels.count_different(writes, before, limit=64, threads=threads)[1] == 2
+    olds = kernels.before_parts(writes, before)
+    back = [w._replace(values=old, operation=2) for w, old in zip(writes, olds, strict=True)]
+    kernels.scatter(back, threads=threads)
+    assert all(map(np.array_equal, targets, as_they_were))
+
+
+@each_implementation
+@pytest.mark.parametrize("threads", [1, 3])
+def test_digests_of_targets_are_those_of_their_elements(threads: int) -> None:
+    _, writes = many_writes(5)
+    sums = kernels.digest_targets(writes, threads=threads)
+    for write, found in zip(writes, sums.tolist(), strict=True):
+        canonical = write.canonical
+        if canonical is None:
+            run = isinstance(write.where, int)
+            canonical = (
+                np.arange(write.where, write.where + write.values.size) if run else write.where
+            )
+        bits = write.target[elements_of(write)]
+        assert tuple(found) == kernels.digest_places(bits, np.ascontiguousarray(canonical))
+    assert kernels.digest_targets([]).shape == (0, 2)
+
+
+@each_implementation
+def test_one_location_outside_stops_all_writes() -> None:
+    targets, writes = many_writes(2)
+    as_they_were = [target.copy() for target in targets]
+    bad = writes[2]._replace(shift=200_000)
+    before, done = np.empty(kernels.before_bytes(writes), np.uint8), np.zeros(1, np.uint8)
+    with pytest.raises(ValueError, match="outside the target"):
+        kernels.scatter([*writes[:2], bad, *writes[3:]], before=before, done=done, threads=2)
+    assert all(map(np.array_equal, targets, as_they_were))
+    assert done.tolist() == [0]
+    for call in (
+        lambda: kernels.count_different([bad], before[: kernels.before_bytes([bad])], limit=1),
+        lambda: kernels.digest_targets([bad]),
+    ):
+        with pytest.raises(ValueError, match="outside the target"):
+            call()
 
 
 @each_implementation
@@ -392,26 +477,43 @@ def test_scatter_out_of_range_writes_nothing(
 ) -> None:
     target = random_array(0, 8, width)
     as_it_was, count = target.copy(), len(locations)
-    before, done = np.full(count, 9, f"u{width}"), np.zeros(1, np.uint8)
+    values = np.ones(count, f"u{width}")
+    write = kernels.ArrayWrite(target, np.array(locations, dtype), values, 1, stride, shift)
+    before, done = np.full(kernels.before_bytes([write]), 9, np.uint8), np.zeros(1, np.uint8)
     with pytest.raises(ValueError, match="outside the target"):
-        kernels.scatter(
-            target,
-            np.array(locations, dtype),
-            np.ones(count, f"u{width}"),
-            kernels.XOR,
-            stride=stride,
-            shift=shift,
-            before=before,
-            done=done,
-        )
+        kernels.scatter([write], before=before, done=done)
     assert np.array_equal(target, as_it_was)
-    assert before.tolist() == [9] * count
+    assert set(before.tolist()) == {9}
     assert done.tolist() == [0]
+
+
+@each_implementation
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(
+    ("first", "stride", "shift"),
+    [
+        (-1, 1, 0),
+        (6, 1, 0),
+        (0, 4, 0),
+        (0, 0, 0),
+        (2**62, 1, 0),
+        (2**63 - 2, 1, 0),
+        (0, 1, 2**63 - 1),
+    ],
+)
+def test_a_run_out_of_range_writes_nothing(first: int, stride: int, shift: int, width: int) -> None:
+    target = random_array(0, 8, width)
+    as_it_was = target.copy()
+    write = kernels.ArrayWrite(target, first, np.ones(3, f"u{width}"), 1, stride, shift)
+    with pytest.raises(ValueError, match="outside the target"):
+        kernels.scatter([write])
+    assert np.array_equal(target, as_it_was)
 
 
 @each_implementation
 def test_scatter_of_nothing_into_nothing() -> None:
     nothing = np.empty(0, np.uint16)
     done = np.zeros(1, np.uint8)
-    kernels.scatter(nothing, np.empty(0, np.int32), nothing, kernels.ADD, done=done)
+    write = kernels.ArrayWrite(nothing, np.empty(0, np.int32), nothing, kernels.ADD)
+    kernels.scatter([write], done=done)
     assert done.tolist() == [1]

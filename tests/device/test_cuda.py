@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_sparse_refit.apply.writer import WeightWriter, Write, storage_bits
+from vllm_sparse_refit.apply.storage import storage_bits
+from vllm_sparse_refit.apply.writer import WeightWriter, Write
 from vllm_sparse_refit.codec.delta import SparseOperation, apply_delta, find_changes
 from vllm_sparse_refit.codec.dtypes import bits_view
 from vllm_sparse_refit.codec.payload import DecodeLimits, decode_payload

@@ -25,9 +25,9 @@ from vllm_sparse_refit.apply.loading import LoadedModel
 from vllm_sparse_refit.apply.placement import place
 from vllm_sparse_refit.apply.processing import PackedLayer
 from vllm_sparse_refit.apply.shadow import PackedLayers
-from vllm_sparse_refit.apply.sparse_writes import LoaderWriter, loader_weight, placed_write
+from vllm_sparse_refit.apply.sparse_writes import LoaderWriter, PlacedDelta, loader_weight
 from vllm_sparse_refit.apply.storage import storage_key
-from vllm_sparse_refit.apply.writer import WeightWriter, Write, storage_bits
+from vllm_sparse_refit.apply.writer import WeightWriter, Write
 from vllm_sparse_refit.codec.delta import SparseOperation, TensorDelta
 from vllm_sparse_refit.codec.digest import box_digest
 from vllm_sparse_refit.codec.dtypes import bits_dtype, bits_view, dtype_name
@@ -48,8 +48,8 @@ Samples = Mapping[str, tuple[Sequence[int], Sequence[int]]]
 class VllmSparseDeltaApplier:
     """Apply canonical sparse updates to the model of one worker; all placement is vLLM's.
 
-    Owned by the worker's main thread. :meth:`check_delta` alone may be called from other threads,
-    after :meth:`discover_native_skips`; it reads only what discovery left.
+    Owned by the worker's main thread. :meth:`check_delta` and :meth:`placed` alone may be called from other
+    threads, after :meth:`discover_native_skips`; they read only what discovery left.
 
     Args:
         model_runner: vLLM's model runner; the model is reached through its ``get_model()``.
@@ -155,8 +155,7 @@ class VllmSparseDeltaApplier:
             for copy in weight.copies:
                 assert copy.boxes is not None
                 selected, positions = place(copy.boxes, torch.tensor(locations, dtype=torch.int64))
-                storage = storage_bits(copy.target)
-                found = storage.index_select(0, positions.to(storage.device)).cpu()
+                found = copy.storage.index_select(0, positions.to(copy.storage.device)).cpu()
                 compared += positions.numel()
                 if wrong := int((found != expected[selected]).sum()):
                     different[name] = different.get(name, 0) + wrong
@@ -235,6 +234,17 @@ class VllmSparseDeltaApplier:
                 f"({delta.operation}) mean nothing here; send it as overwrite"
             )
         return True
+
+    def placed(self, delta: TensorDelta) -> TensorDelta:
+        """The same delta, and where it will be written if that is known; touches no weight.
+
+        Saves :meth:`apply` the time for it. As :meth:`check_delta`, which must have accepted it, from any
+        thread.
+        """
+        weight = self.discovery.weights[delta.name]
+        if weight.kind is not LoadKind.VIEW or isinstance(delta, PlacedDelta):
+            return delta
+        return PlacedDelta.of(delta, weight.copies)
 
     def check_transfer(self, deltas: DeltasByName) -> None:
         """Check all deltas of one update against each other.
@@ -315,12 +325,16 @@ class VllmSparseDeltaApplier:
         for name in names:
             weight = self.discovery.weights[name]
             if weight.kind is LoadKind.VIEW:
-                writes += (placed_write(c, delta) for c in weight.copies for delta in deltas[name])
+                writes += (write for delta in deltas[name] for write in self._writes_of(delta))
             else:
                 transformed.append(name)
         writer.write(writes)
         if transformed:
             self._load_natively(live, transformed, deltas, LoaderWriter(writer))
+
+    def _writes_of(self, delta: TensorDelta) -> Sequence[Write]:
+        placed = self.placed(delta)
+        return placed.writes if isinstance(placed, PlacedDelta) else ()
 
     def _check_not_moved(self, live: LiveModel) -> None:
         storages = live.watched_storages()

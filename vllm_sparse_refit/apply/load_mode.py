@@ -1,6 +1,7 @@
 """The dispatch mode under which a native loader's copies are observed or made sparse."""
 
 import enum
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -9,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_sparse_refit.apply.placement import Box, BoxCopy
-from vllm_sparse_refit.apply.storage import storage_key
+from vllm_sparse_refit.apply.storage import storage_bits, storage_key
 from vllm_sparse_refit.errors import UnsupportedModelError
 
 aten = torch.ops.aten
@@ -51,6 +52,11 @@ class LoaderCopy:
     @property
     def target_box(self) -> Box:
         return Box.of(self.target)
+
+    @functools.cached_property
+    def storage(self) -> torch.Tensor:
+        """The whole storage written to, as a flat integer view."""
+        return storage_bits(self.target)
 
 
 @dataclass(frozen=True, eq=False)

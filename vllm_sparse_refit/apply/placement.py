@@ -119,9 +119,7 @@ def place_run(copy: BoxCopy, locations: torch.Tensor | range) -> PlacedRun | Non
     return PlacedRun(selected, locations[selected], stride, shift)
 
 
-def place(
-    copy: BoxCopy, locations: torch.Tensor | range
-) -> tuple[torch.Tensor | slice, torch.Tensor]:
+def place(copy: BoxCopy, locations: torch.Tensor | range) -> tuple[torch.Tensor, torch.Tensor]:
     """Map canonical positions through one copy.
 
     Args:
@@ -129,8 +127,8 @@ def place(
         locations: strictly ascending flat positions in the canonical tensor.
 
     Returns:
-        ``(selected, positions)``: which of ``locations`` fall into the source box, as a slice or as
-        int64 indices, and for each the flat position in the target storage; int64, 1-D, CPU.
+        ``(selected, positions)``: which of ``locations`` fall into the source box, as indices, and for
+        each the flat position in the target storage; both int64, 1-D, CPU.
     """
     first, last = _narrow(locations, copy.source.offset, copy.source.end)
     rest = _as_int64(locations, first, last)

@@ -1,6 +1,8 @@
 """The sparse part of a loader's copies: which elements of a parameter a delta changes, and how."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from vllm_sparse_refit.apply.discovery import Discovery
 from vllm_sparse_refit.apply.elementwise import loaded_value, sentinel_bits, unchanged_mask
 from vllm_sparse_refit.apply.load_mode import LoaderCopy, LoaderWeight, LoadKind
 from vllm_sparse_refit.apply.placement import place, place_run
-from vllm_sparse_refit.apply.writer import WeightWriter, Write, storage_bits
+from vllm_sparse_refit.apply.writer import WeightWriter, Write
 from vllm_sparse_refit.codec.delta import TensorDelta
 from vllm_sparse_refit.codec.dtypes import bits_view, dtype_name
 from vllm_sparse_refit.errors import UnsupportedModelError
@@ -41,16 +43,43 @@ class LoaderWriter:
         self._writer.overwrite(copy.target, positions, bits_view(value)[written])
 
 
-def placed_write(copy: LoaderCopy, delta: TensorDelta) -> Write:
-    """The write that brings a delta through a plain copy, at a cost that grows with what it changes."""
+@dataclass(frozen=True, eq=False)
+class PlacedDelta(TensorDelta):
+    """A delta, and the writes that bring it to where discovery saw its elements go.
+
+    Attributes:
+        writes: One for each of the tensor's copies, in their order.
+    """
+
+    writes: tuple[Write, ...] = ()
+
+    @classmethod
+    def of(cls, delta: TensorDelta, copies: Iterable[LoaderCopy]) -> "PlacedDelta":
+        """Place a delta whose loader makes only plain copies, at a cost that grows with what it changes."""
+        known = {
+            field.name: getattr(delta, field.name) for field in dataclasses.fields(TensorDelta)
+        }
+        return cls(**known, writes=tuple(_placed_write(copy, delta) for copy in copies))
+
+
+def _placed_write(copy: LoaderCopy, delta: TensorDelta) -> Write:
     assert copy.boxes is not None
-    storage = storage_bits(copy.target)
     run = place_run(copy.boxes, delta.locations)
     if run is None:
         selected, positions = place(copy.boxes, delta.locations)
-        return Write(storage, delta.operation, positions, delta.values[selected])
-    values = delta.values[run.selected]
-    return Write(storage, delta.operation, run.locations, values, run.stride, run.shift)
+        canonical = _at(delta.locations, selected)
+        values = delta.values[selected]
+        write = Write(copy.storage, delta.operation, positions, values, canonical=canonical)
+    else:
+        values = delta.values[run.selected]
+        write = Write(copy.storage, delta.operation, run.locations, values, run.stride, run.shift)
+    if write.storage.is_cpu:
+        write.arrays  # noqa: B018 - made here, where time costs nothing, and not in the commit
+    return write
+
+
+def _at(locations: torch.Tensor | range, selected: torch.Tensor) -> torch.Tensor:
+    return selected + locations.start if isinstance(locations, range) else locations[selected]
 
 
 def loader_weight(discovery: Discovery, name: str, parts: Sequence[TensorDelta]) -> LoaderWeight:

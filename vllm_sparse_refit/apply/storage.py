@@ -17,6 +17,12 @@ def storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+def storage_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole storage of ``tensor`` as a flat integer view, elements of the tensor's width."""
+    elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return bits_view(tensor.detach()).as_strided((elements,), (1,), 0)
+
+
 def view_key(tensor: torch.Tensor) -> ViewKey:
     """Identifies exactly the elements that ``tensor`` views, as long as its storage lives."""
     return (

@@ -1,29 +1,21 @@
 """The only code that changes weights: element writes that can be verified and undone."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from vllm_sparse_refit.apply.storage import storage_bits
 from vllm_sparse_refit.codec import kernels
 from vllm_sparse_refit.codec.delta import KERNEL_OPERATIONS, SparseOperation, combined
-from vllm_sparse_refit.codec.dtypes import bits_view
+from vllm_sparse_refit.codec.kernels import ArrayWrite
 
-# Past a few threads memory is the limit.
-_MOST_THREADS: Final = 8
-# Fewer elements than this are not worth another thread.
-_ELEMENTS_PER_THREAD: Final = 1 << 16
-
-
-def storage_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole storage of ``tensor`` as a flat integer view, elements of the tensor's width."""
-    elements = tensor.untyped_storage().nbytes() // tensor.element_size()
-    return bits_view(tensor.detach()).as_strided((elements,), (1,), 0)
+_NO_DIGESTS: Final = np.zeros((0, 2), np.uint64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +32,8 @@ class Write:
         bits: ``[n]`` integers of the storage's width, on the CPU or on the storage's device.
         stride: At least 1.
         shift: May be negative.
+        canonical: The elements' positions in the canonical tensor, ascending int32 or int64 ``[n]``, where
+            ``locations`` are something else.
     """
 
     storage: torch.Tensor
@@ -48,6 +42,27 @@ class Write:
     bits: torch.Tensor
     stride: int = 1
     shift: int = 0
+    canonical: torch.Tensor | None = None
+
+    @functools.cached_property
+    def arrays(self) -> ArrayWrite:
+        """The same for the compiled loops; the storage must be on the CPU."""
+        where = self.locations
+        return ArrayWrite(
+            self.storage.numpy(),
+            where.start if isinstance(where, range) else where.numpy(),
+            self.bits.numpy(),
+            KERNEL_OPERATIONS[self.operation],
+            self.stride,
+            self.shift,
+            None if self.canonical is None else self.canonical.numpy(),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of its locations and bits."""
+        locations = (self.locations, self.canonical)
+        return self.bits.nbytes + sum(a.nbytes for a in locations if isinstance(a, torch.Tensor))
 
     def where(self) -> slice | torch.Tensor:
         """An index into the storage, on its device."""
@@ -78,25 +93,70 @@ class Write:
         return dataclasses.replace(self, locations=locations, bits=self.bits[::step])
 
 
-@dataclass(frozen=True, eq=False)
-class _Undo:
-    """How to take one write back.
+class _Done(Protocol):
+    """Writes that were done, or were about to be, and how to take them back."""
 
-    Attributes:
-        write: The write.
-        before: The bits that were there, ``[n]``, on the storage's device.
-        known: One byte that is 1 once ``before`` was filled; until then nothing was written.
-    """
+    @property
+    def nbytes(self) -> int: ...
 
-    write: Write
-    before: torch.Tensor
-    known: npt.NDArray[np.uint8]
+    def restore(self) -> None: ...
 
-    @classmethod
-    def of(cls, write: Write) -> Self:
-        storage = write.storage
-        before = torch.empty(len(write.locations), dtype=storage.dtype, device=storage.device)
-        return cls(write, before, np.zeros(1, np.uint8))
+
+class _HostWrites:
+    """Writes to host memory, done together."""
+
+    def __init__(self, writes: Sequence[Write]) -> None:
+        self._held = writes
+        self.writes = [write.arrays for write in writes]
+        self.before = np.empty(kernels.before_bytes(self.writes), np.uint8)
+        # One byte that is 1 once `before` was filled; until then nothing was written.
+        self._known = np.zeros(1, np.uint8)
+
+    @property
+    def nbytes(self) -> int:
+        return self.before.nbytes + sum(write.nbytes for write in self._held)
+
+    def do(self) -> None:
+        kernels.scatter(self.writes, before=self.before, done=self._known, threads=_threads())
+
+    def restore(self) -> None:
+        if self._known[0]:
+            olds = kernels.before_parts(self.writes, self.before)
+            back = [
+                write._replace(values=old, operation=kernels.OVERWRITE)
+                for write, old in zip(self.writes, olds, strict=True)
+            ]
+            kernels.scatter(back, threads=_threads())
+
+    def old_bits(self, number: int) -> torch.Tensor:
+        """The bits that were there before a write, ``[n]``."""
+        return torch.from_numpy(kernels.before_parts(self.writes, self.before)[number])
+
+
+class _DeviceWrite:
+    """A write to a device's memory; nothing waits for it."""
+
+    def __init__(self, write: Write) -> None:
+        self.write = write
+        self.before = torch.empty(
+            len(write.locations), dtype=write.storage.dtype, device=write.storage.device
+        )
+        self._known = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.before.nbytes + self.write.nbytes
+
+    def do(self) -> None:
+        write, where = self.write, self.write.where()
+        self.before.copy_(write.storage[where])
+        self._known = True
+        bits = write.bits.to(self.before.device, non_blocking=True)
+        write.storage[where] = combined(write.operation, self.before, bits)
+
+    def restore(self) -> None:
+        if self._known:
+            self.write.storage[self.write.where()] = self.before
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,42 +180,63 @@ class WeightWriter:
 
     def __init__(self, sample_limit: int) -> None:
         self._sample_limit = sample_limit
-        self._undo: list[_Undo] = []
+        self._done: list[_Done] = []
+        self._verified: list[_HostWrites] = []
         self._samples: list[_Sample] = []
         self.elements_written = 0
 
     @property
     def undo_bytes(self) -> int:
         """Bytes held for a rollback."""
-        return sum(_held_bytes(undo.write.locations) + undo.before.nbytes for undo in self._undo)
+        return sum(done.nbytes for done in self._done)
 
     def write(self, writes: Sequence[Write]) -> None:
         """Do all writes; no element may be in two of them.
 
-        On a device, all writes into one storage that do the same are one operation.
-        """
-        on_device = [write for write in writes if write.storage.device.type != "cpu"]
-        on_host = [write for write in writes if write.storage.device.type == "cpu"]
-        undos = [
-            _Undo.of(write) for write in (*on_host, *_merged(on_device)) if len(write.locations)
-        ]
-        # Remembered before anything is written, so that a write that ends half way is undone as well.
-        self._undo += undos
-        self.elements_written += _in_threads(undos)
-        if self._sample_limit:
-            self._samples += [self._sample(undo) for undo in undos]
+        On the host, all are one call of the compiled loops. On a device, all writes into one storage that
+        do the same are one operation.
 
-    def _sample(self, undo: _Undo) -> _Sample:
-        step = -(-len(undo.write.locations) // self._sample_limit)
-        picked = undo.write.every(step)
-        bits = combined(picked.operation, undo.before[::step], picked.bits)
+        Raises:
+            ValueError: a position is outside its storage; nothing of what goes to the host was written.
+        """
+        on_host = [write for write in writes if write.storage.is_cpu]
+        if on_host:
+            self._verified.append(self._write_to_host(on_host))
+        on_device = [w for w in writes if not w.storage.is_cpu and len(w.locations)]
+        for write in _merged(on_device):
+            done = _DeviceWrite(write)
+            # Remembered before anything is written, so that a write that ends half way is undone as well.
+            self._done.append(done)
+            done.do()
+            self.elements_written += len(write.locations)
+            if self._sample_limit:
+                self._samples.append(self._sample(write, done.before))
+
+    def _write_to_host(self, writes: Sequence[Write]) -> _HostWrites:
+        done = _HostWrites(writes)
+        self._done.append(done)
+        done.do()
+        self.elements_written += sum(len(write.locations) for write in writes)
+        return done
+
+    def _sample(self, write: Write, before: torch.Tensor) -> _Sample:
+        step = -(-len(write.locations) // self._sample_limit)
+        picked = write.every(step)
+        bits = combined(picked.operation, before[::step], picked.bits)
         return _Sample(picked.storage, picked.positions(), bits)
 
     def overwrite(self, target: torch.Tensor, positions: torch.Tensor, bits: torch.Tensor) -> None:
         """Set the storage of ``target`` to ``bits`` at ``positions`` (int64, distinct, flat)."""
         storage = storage_bits(target)
         locations = _compact(positions, storage.numel())
-        self.write([Write(storage, SparseOperation.OVERWRITE, locations, bits)])
+        write = Write(storage, SparseOperation.OVERWRITE, locations, bits)
+        if not storage.is_cpu:
+            self.write([write])
+        elif positions.numel():
+            # Its samples are kept one by one, since supersede() may take some of them away.
+            done = self._write_to_host([write])
+            if self._sample_limit:
+                self._samples.append(self._sample(write, done.old_bits(0)))
 
     def supersede(self, target: torch.Tensor, positions: torch.Tensor) -> None:
         """Say that ``positions`` are about to be written again on purpose: forget their samples."""
@@ -173,6 +254,13 @@ class WeightWriter:
         An element that was written twice counts as different from its first value.
         """
         compared = sum(sample.positions.numel() for sample in self._samples)
+        found_different = 0
+        if self._sample_limit:
+            for done in self._verified:
+                counts = kernels.count_different(
+                    done.writes, done.before, limit=self._sample_limit, threads=_threads()
+                )
+                compared, found_different = compared + counts[0], found_different + counts[1]
         # Added up where they are: on a device the host waits once, not once a sample.
         different: dict[torch.device, torch.Tensor] = {}
         for sample in self._samples:
@@ -180,71 +268,44 @@ class WeightWriter:
             count = (found != sample.bits).sum()
             device = sample.storage.device
             different[device] = different[device] + count if device in different else count
-        return compared, sum(int(count) for count in different.values())
+        return compared, found_different + sum(int(count) for count in different.values())
 
-    def mark(self) -> tuple[int, int, int]:
+    def mark(self) -> tuple[int, int, int, int]:
         """Where the log stands now, for :meth:`roll_back`."""
-        return len(self._undo), len(self._samples), self.elements_written
+        return len(self._done), len(self._verified), len(self._samples), self.elements_written
 
-    def roll_back(self, mark: tuple[int, int, int] = (0, 0, 0)) -> None:
+    def roll_back(self, mark: tuple[int, int, int, int] = (0, 0, 0, 0)) -> None:
         """Restore every element written since ``mark`` (default: ever), newest first."""
-        writes, samples, self.elements_written = mark
-        while len(self._undo) > writes:
-            _restore(self._undo[-1])
-            self._undo.pop()
+        writes, verified, samples, self.elements_written = mark
+        while len(self._done) > writes:
+            self._done[-1].restore()
+            self._done.pop()
+        del self._verified[verified:]
         del self._samples[samples:]
 
     def release(self) -> None:
         """Forget how to undo and what to verify."""
-        self._undo.clear()
+        self._done.clear()
+        self._verified.clear()
         self._samples.clear()
 
 
-def _do(undo: _Undo) -> int:
-    """Do a write, and return how many elements it wrote."""
-    write, before = undo.write, undo.before
-    if write.storage.device.type == "cpu" and isinstance(write.locations, torch.Tensor):
-        kernels.scatter(
-            write.storage.numpy(),
-            write.locations.numpy(),
-            write.bits.numpy(),
-            KERNEL_OPERATIONS[write.operation],
-            stride=write.stride,
-            shift=write.shift,
-            before=before.numpy(),
-            done=undo.known,
-        )
-        return len(write.locations)
-    where = write.where()
-    before.copy_(write.storage[where])
-    undo.known[0] = 1
-    bits = write.bits.to(before.device, non_blocking=True)
-    write.storage[where] = combined(write.operation, before, bits)
-    return len(write.locations)
+def digest_targets(writes: Sequence[Write]) -> npt.NDArray[np.uint64]:
+    """Digests (``codec/digest.py``) of what is where writes will go, over their canonical positions.
 
+    Args:
+        writes: To any storages, all of them on the host or all on devices.
 
-def _restore(undo: _Undo) -> None:
-    if undo.known[0]:
-        undo.write.storage[undo.write.where()] = undo.before
-
-
-def _do_all(undos: Sequence[_Undo]) -> int:
-    return sum(map(_do, undos))
-
-
-def _in_threads(undos: Sequence[_Undo]) -> int:
-    """Do all writes, and return how many elements were written.
-
-    When this ends or raises, no thread is still at work.
+    Returns:
+        uint64, ``[len(writes), 2]``: the halves of each.
     """
-    elements = sum(undo.before.numel() for undo in undos)
-    threads = min(elements // _ELEMENTS_PER_THREAD, torch.get_num_threads(), _MOST_THREADS)
-    # A device's work goes to the current stream, which belongs to this thread.
-    if threads < 2 or any(undo.before.device.type != "cpu" for undo in undos):
-        return _do_all(undos)
-    shares = [undos[first :: 2 * threads] for first in range(2 * threads)]
-    with ThreadPoolExecutor(threads, "sparse-refit-write") as pool:
-        return sum(pool.map(_do_all, shares))
+    if not writes:
+        return _NO_DIGESTS
+    return kernels.digest_targets([write.arrays for write in writes], threads=_threads())
+
+
+def _threads() -> int:
+    return int(torch.get_num_threads())
 
 
 def _merged(writes: Sequence[Write]) -> Iterator[Write]:
@@ -273,10 +334,6 @@ def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if tensor.device.type != "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
-
-
-def _held_bytes(locations: torch.Tensor | range) -> int:
-    return 0 if isinstance(locations, range) else locations.nbytes
 
 
 def _compact(positions: torch.Tensor, storage_elements: int) -> torch.Tensor:

@@ -8,6 +8,7 @@
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
+#include <pthread.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -23,6 +24,9 @@
 enum { XOR = 1, OVERWRITE = 2, ADD = 3 };
 
 enum { ESCAPED_GAP = 255, ESCAPED_NIBBLE = 15, BLOCK_BYTES = 64, AHEAD_BYTES = 1024, PREFETCHED = 24 };
+
+/* A thread takes so many elements at a time, and is started for so many; past a few, memory is the limit. */
+enum { PIECE_ELEMENTS = 1 << 14, THREAD_ELEMENTS = 1 << 14, MOST_THREADS = 8 };
 
 /* --- arguments ------------------------------------------------------------------------------------ */
 
@@ -595,112 +599,337 @@ static PyObject *code_changes(PyObject *self, PyObject *args) {
   return result;
 }
 
-/* --- scatter -------------------------------------------------------------------------------------- */
+/* --- many elements of many arrays ------------------------------------------------------------------ */
 
-#define DEFINE_SCATTER(BITS, T, LBITS, L)                                                             \
-  static void scatter_##BITS##_##LBITS(T *target, const L *locations, Py_ssize_t n, const T *values,  \
-                                       int operation, int64_t stride, int64_t shift, T *before) {     \
-    for (Py_ssize_t i = 0; i < n; i++) {                                                              \
-      if (i + PREFETCHED < n)                                                                         \
-        __builtin_prefetch(target + ((int64_t)locations[i + PREFETCHED] * stride + shift), 1);        \
-      int64_t at = (int64_t)locations[i] * stride + shift;                                            \
-      T old = target[at];                                                                             \
-      if (before) before[i] = old;                                                                    \
-      target[at] = operation == XOR ? (T)(old ^ values[i])                                            \
-                   : operation == ADD ? (T)(old + values[i])                                          \
-                                      : values[i];                                                    \
-    }                                                                                                 \
+/* One write into one array, or a piece of one that a thread takes: (target, where, values, operation,
+ * stride, shift, canonical) as kernels.py describes it. */
+typedef struct {
+  uint8_t *target;
+  int64_t elements;        /* of the target */
+  const int32_t *narrow;   /* where: one of these two, or consecutive from `first` on */
+  const int64_t *wide;
+  int64_t first;
+  const uint8_t *values;
+  Py_ssize_t n;
+  int64_t stride, shift;
+  const int32_t *canonical_narrow; /* what the digest takes for positions; `where` if there is neither */
+  const int64_t *canonical_wide;
+  uint8_t *before;
+  uint64_t *sums;          /* two: of the digest */
+  int width, operation;
+} Write;
+
+typedef struct Batch Batch;
+typedef void (*piece_function)(Batch *, const Write *, Py_ssize_t from, Py_ssize_t to);
+
+struct Batch {
+  Write *writes;
+  Py_buffer *buffers; /* four for each write: target, where, values, canonical */
+  Py_ssize_t count;
+  piece_function run;
+  Py_ssize_t next_write, next_element; /* the piece that is taken next; the lock guards both */
+  pthread_mutex_t lock;
+  int outside;        /* a location was outside its target */
+  Py_ssize_t limit;   /* samples of each write */
+  Py_ssize_t compared, different;
+};
+
+static void end_batch(Batch *batch) {
+  for (Py_ssize_t i = 0; i < 4 * batch->count; i++)
+    if (batch->buffers[i].obj != NULL) PyBuffer_Release(&batch->buffers[i]);
+  PyMem_Free(batch->writes);
+  PyMem_Free(batch->buffers);
+}
+
+/* The locations, if they are an array; otherwise they are the number of the first of a run. */
+static int read_where(PyObject *where, Py_buffer *buffer, Write *write) {
+  if (PyLong_Check(where)) {
+    write->first = PyLong_AsLongLong(where);
+    return write->first == -1 && PyErr_Occurred() ? -1 : 0;
   }
+  if (PyObject_GetBuffer(where, buffer, PyBUF_SIMPLE) < 0) return -1;
+  if ((buffer->itemsize != 4 && buffer->itemsize != 8) || items(buffer) != write->n) {
+    refuse("there must be an int32 or int64 location for each value");
+    return -1;
+  }
+  write->narrow = buffer->itemsize == 4 ? buffer->buf : NULL;
+  write->wide = buffer->itemsize == 8 ? buffer->buf : NULL;
+  return 0;
+}
 
-#define DEFINE_SCATTERS(BITS, T)          \
-  DEFINE_SCATTER(BITS, T, 32, int32_t)    \
-  DEFINE_SCATTER(BITS, T, 64, int64_t)
+static int read_write(PyObject *from, Py_buffer *b, Write *write, int writable) {
+  PyObject *target, *where, *values, *canonical;
+  long long stride, shift;
+  if (!PyTuple_Check(from)) {
+    refuse("a write is a tuple");
+    return -1;
+  }
+  if (!PyArg_ParseTuple(from, "OOOiLLO", &target, &where, &values, &write->operation, &stride, &shift,
+                        &canonical) ||
+      PyObject_GetBuffer(target, &b[0], writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) < 0 ||
+      PyObject_GetBuffer(values, &b[2], PyBUF_SIMPLE) < 0)
+    return -1;
+  if (!is_integer_width(b[0].itemsize) || b[2].itemsize != b[0].itemsize) {
+    refuse("target and values must have one width");
+    return -1;
+  }
+  if (write->operation < XOR || write->operation > ADD) {
+    refuse("unknown operation");
+    return -1;
+  }
+  write->width = (int)b[0].itemsize;
+  write->target = b[0].buf;
+  write->elements = items(&b[0]);
+  write->values = b[2].buf;
+  write->n = items(&b[2]);
+  write->stride = stride;
+  write->shift = shift;
+  if (read_where(where, &b[1], write) < 0) return -1;
+  if (canonical != Py_None) {
+    if (PyObject_GetBuffer(canonical, &b[3], PyBUF_SIMPLE) < 0) return -1;
+    if ((b[3].itemsize != 4 && b[3].itemsize != 8) || items(&b[3]) != write->n) {
+      refuse("there must be an int32 or int64 canonical position for each value");
+      return -1;
+    }
+    write->canonical_narrow = b[3].itemsize == 4 ? b[3].buf : NULL;
+    write->canonical_wide = b[3].itemsize == 8 ? b[3].buf : NULL;
+  }
+  return 0;
+}
 
-DEFINE_SCATTERS(8, uint8_t)
-DEFINE_SCATTERS(16, uint16_t)
-DEFINE_SCATTERS(32, uint32_t)
-DEFINE_SCATTERS(64, uint64_t)
+/* Takes the buffers of a list of writes; end_batch gives them back, also after a failure. */
+static int begin_batch(Batch *batch, PyObject *list, int writable) {
+  memset(batch, 0, sizeof *batch);
+  if (!PyList_Check(list)) {
+    refuse("the writes must be a list");
+    return -1;
+  }
+  Py_ssize_t count = PyList_Size(list);
+  batch->writes = PyMem_Calloc(count ? count : 1, sizeof(Write));
+  batch->buffers = PyMem_Calloc(count ? 4 * count : 1, sizeof(Py_buffer));
+  if (batch->writes == NULL || batch->buffers == NULL) {
+    PyErr_NoMemory();
+    return -1;
+  }
+  batch->count = count;
+  for (Py_ssize_t i = 0; i < count; i++) {
+    PyObject *from = PyList_GetItem(list, i);
+    if (from == NULL || read_write(from, &batch->buffers[4 * i], &batch->writes[i], writable) < 0) return -1;
+  }
+  return 0;
+}
 
-#define DEFINE_RANGE(LBITS, L)                                                        \
-  static void range_##LBITS(const L *locations, Py_ssize_t n, L *least, L *largest) { \
-    L low = locations[0], high = locations[0];                                        \
-    for (Py_ssize_t i = 1; i < n; i++) {                                              \
-      low = locations[i] < low ? locations[i] : low;                                  \
-      high = locations[i] > high ? locations[i] : high;                               \
-    }                                                                                 \
-    *least = low;                                                                     \
-    *largest = high;                                                                  \
+/* Each write's old bits begin at a multiple of eight bytes. */
+static Py_ssize_t before_bytes(const Write *write) { return (write->n * write->width + 7) & ~(Py_ssize_t)7; }
+
+static int place_before(Batch *batch, const Py_buffer *before) {
+  Py_ssize_t at = 0;
+  for (Py_ssize_t i = 0; i < batch->count; i++) {
+    batch->writes[i].before = (uint8_t *)before->buf + at;
+    at += before_bytes(&batch->writes[i]);
+  }
+  if (before->len == at) return 0;
+  refuse("there must be exactly the room that the old bits take");
+  return -1;
+}
+
+/* --- threads --- */
+
+static void *work(void *argument) {
+  Batch *batch = argument;
+  for (;;) {
+    pthread_mutex_lock(&batch->lock);
+    while (batch->next_write < batch->count && batch->next_element >= batch->writes[batch->next_write].n) {
+      batch->next_write++;
+      batch->next_element = 0;
+    }
+    Py_ssize_t index = batch->next_write, from = batch->next_element;
+    batch->next_element += PIECE_ELEMENTS;
+    pthread_mutex_unlock(&batch->lock);
+    if (index >= batch->count) return NULL;
+    const Write *write = &batch->writes[index];
+    Py_ssize_t to = from + PIECE_ELEMENTS < write->n ? from + PIECE_ELEMENTS : write->n;
+    batch->run(batch, write, from, to);
+  }
+}
+
+/* Runs over all elements of all writes, in this thread and in as many others as are worth it. If one
+ * cannot be started, the rest do its work. The interpreter lock is not held. */
+static void run_batch(Batch *batch, piece_function run, int threads) {
+  pthread_t others[MOST_THREADS];
+  Py_ssize_t elements = 0;
+  int started = 0;
+  for (Py_ssize_t i = 0; i < batch->count; i++) elements += batch->writes[i].n;
+  if (threads > MOST_THREADS) threads = MOST_THREADS;
+  batch->run = run;
+  batch->next_write = batch->next_element = 0;
+  pthread_mutex_init(&batch->lock, NULL);
+  while (started + 1 < threads && (started + 1) * (Py_ssize_t)THREAD_ELEMENTS < elements &&
+         pthread_create(&others[started], NULL, work, batch) == 0)
+    started++;
+  work(batch);
+  while (started > 0) pthread_join(others[--started], NULL);
+  pthread_mutex_destroy(&batch->lock);
+}
+
+/* --- locations --- */
+
+#define DEFINE_RANGE(LBITS, L)                                                                         \
+  static void range_##LBITS(const L *locations, Py_ssize_t n, int64_t *least, int64_t *largest) {      \
+    L low = locations[0], high = locations[0];                                                         \
+    for (Py_ssize_t i = 1; i < n; i++) {                                                               \
+      low = locations[i] < low ? locations[i] : low;                                                   \
+      high = locations[i] > high ? locations[i] : high;                                                \
+    }                                                                                                  \
+    *least = low;                                                                                      \
+    *largest = high;                                                                                   \
   }
 
 DEFINE_RANGE(32, int32_t)
 DEFINE_RANGE(64, int64_t)
 
-/* Whether all locations * stride + shift are in [0, elements). */
-static int all_inside(const Py_buffer *locations, int64_t stride, int64_t shift, int64_t elements) {
-  Py_ssize_t n = items(locations);
+/* Notes whether a location * stride + shift is not in [0, elements). */
+static void check_piece(Batch *batch, const Write *write, Py_ssize_t from, Py_ssize_t to) {
   int64_t ends[2];
-  if (n == 0) return 1;
-  if (stride < 1) return 0;
-  if (locations->itemsize == 4) {
-    int32_t least, largest;
-    range_32(locations->buf, n, &least, &largest);
-    ends[0] = least;
-    ends[1] = largest;
-  } else {
-    range_64(locations->buf, n, &ends[0], &ends[1]);
+  int outside = write->stride < 1;
+  if (write->narrow != NULL)
+    range_32(write->narrow + from, to - from, &ends[0], &ends[1]);
+  else if (write->wide != NULL)
+    range_64(write->wide + from, to - from, &ends[0], &ends[1]);
+  else
+    outside |= __builtin_add_overflow(write->first, from, &ends[0]) ||
+               __builtin_add_overflow(write->first, to - 1, &ends[1]);
+  for (int i = 0; i < 2 && !outside; i++)
+    outside = __builtin_mul_overflow(ends[i], write->stride, &ends[i]) ||
+              __builtin_add_overflow(ends[i], write->shift, &ends[i]) || ends[i] < 0 ||
+              ends[i] >= write->elements;
+  if (outside) __atomic_store_n(&batch->outside, 1, __ATOMIC_RELAXED);
+}
+
+#define AT_NARROW(i) ((int64_t)narrow[i] * stride + shift)
+#define AT_WIDE(i) (wide[i] * stride + shift)
+#define AT_RUN(i) ((first + (i)) * stride + shift)
+
+/* Defines NAME_BITS(write, ..., from, to), whose loop LOOP(AT) is compiled for each kind of location. */
+#define DEFINE_PIECE(NAME, BITS, T, RESULT, START, LOOP)                                                \
+  static RESULT NAME##_##BITS(const Write *write, Py_ssize_t from, Py_ssize_t to, Py_ssize_t step) {    \
+    T *target = (T *)write->target;                                                                     \
+    const T *values = (const T *)write->values;                                                         \
+    T *before = (T *)write->before;                                                                     \
+    const int32_t *narrow = write->narrow;                                                              \
+    const int64_t *wide = write->wide;                                                                  \
+    int64_t first = write->first, stride = write->stride, shift = write->shift;                         \
+    int operation = write->operation;                                                                   \
+    (void)values, (void)before, (void)operation, (void)step;                                            \
+    START                                                                                               \
+    if (narrow != NULL) LOOP(T, AT_NARROW)                                                              \
+    else if (wide != NULL) LOOP(T, AT_WIDE)                                                             \
+    else LOOP(T, AT_RUN)                                                                                \
+    FINISH_##NAME                                                                                       \
   }
-  for (int i = 0; i < 2; i++)
-    if (__builtin_mul_overflow(ends[i], stride, &ends[i]) || __builtin_add_overflow(ends[i], shift, &ends[i]))
-      return 0;
-  return ends[0] >= 0 && ends[1] < elements;
+
+#define DEFINE_PIECES(NAME, RESULT, START, LOOP)           \
+  DEFINE_PIECE(NAME, 8, uint8_t, RESULT, START, LOOP)      \
+  DEFINE_PIECE(NAME, 16, uint16_t, RESULT, START, LOOP)    \
+  DEFINE_PIECE(NAME, 32, uint32_t, RESULT, START, LOOP)    \
+  DEFINE_PIECE(NAME, 64, uint64_t, RESULT, START, LOOP)
+
+#define COMBINED(T, OLD, i)                          \
+  (operation == XOR   ? (T)((OLD) ^ values[i])       \
+   : operation == ADD ? (T)((OLD) + values[i])       \
+                      : values[i])
+
+/* --- scatter --- */
+
+#define SCATTER_LOOP(T, AT)                                                    \
+  for (Py_ssize_t i = from; i < to; i++) {                                     \
+    if (i + PREFETCHED < to) __builtin_prefetch(target + AT(i + PREFETCHED), 1); \
+    int64_t at = AT(i);                                                        \
+    T old = target[at];                                                        \
+    if (before) before[i] = old;                                               \
+    target[at] = COMBINED(T, old, i);                                          \
+  }
+#define FINISH_scatter
+
+DEFINE_PIECES(scatter, void, , SCATTER_LOOP)
+
+static void scatter_piece(Batch *batch, const Write *write, Py_ssize_t from, Py_ssize_t to) {
+  (void)batch;
+  BY_WIDTH(write->width, scatter, write, from, to, 1);
 }
 
 static PyObject *scatter(PyObject *self, PyObject *args) {
-  Py_buffer b[5] = {{0}};
-  int operation;
-  long long stride, shift;
-  PyObject *before, *done;
-  if (!PyArg_ParseTuple(args, "w*y*y*iLLOO", &b[0], &b[1], &b[2], &operation, &stride, &shift, &before,
-                        &done)) {
-    release(b, 3);
-    return NULL;
-  }
-  if ((before != Py_None && PyObject_GetBuffer(before, &b[3], PyBUF_WRITABLE) < 0) ||
-      (done != Py_None && PyObject_GetBuffer(done, &b[4], PyBUF_WRITABLE) < 0)) {
-    release(b, 5);
-    return NULL;
-  }
+  PyObject *list, *before, *done;
+  Py_buffer b[2] = {{0}};
+  Batch batch;
+  int threads;
+  if (!PyArg_ParseTuple(args, "OOOi", &list, &before, &done, &threads)) return NULL;
   PyObject *result = NULL;
-  Py_ssize_t width = b[0].itemsize, n = items(&b[1]), elements = items(&b[0]);
-  int wide = b[1].itemsize == 8;
-  if (!is_integer_width(width) || b[2].itemsize != width || (!wide && b[1].itemsize != 4))
-    refuse("target and values must have one width and locations be int32 or int64");
-  else if (items(&b[2]) != n || (before != Py_None && (b[3].itemsize != width || items(&b[3]) != n)))
-    refuse("there must be a value, and room for an old one, for each location");
-  else if (done != Py_None && b[4].len != 1)
+  if (begin_batch(&batch, list, 1) < 0 ||
+      (before != Py_None &&
+       (PyObject_GetBuffer(before, &b[0], PyBUF_WRITABLE) < 0 || place_before(&batch, &b[0]) < 0)) ||
+      (done != Py_None && PyObject_GetBuffer(done, &b[1], PyBUF_WRITABLE) < 0))
+    ;
+  else if (done != Py_None && b[1].len != 1)
     refuse("done is one byte");
-  else if (operation < XOR || operation > ADD)
-    refuse("unknown operation");
   else {
-    int inside;
     Py_BEGIN_ALLOW_THREADS
-    inside = all_inside(&b[1], stride, shift, elements);
-#define SCATTER(BITS)                                                                         \
-  if (wide)                                                                                   \
-    scatter_##BITS##_64(b[0].buf, b[1].buf, n, b[2].buf, operation, stride, shift, b[3].buf); \
-  else                                                                                        \
-    scatter_##BITS##_32(b[0].buf, b[1].buf, n, b[2].buf, operation, stride, shift, b[3].buf);
-    if (inside) switch (width) {
-        case 1: SCATTER(8) break;
-        case 2: SCATTER(16) break;
-        case 4: SCATTER(32) break;
-        default: SCATTER(64) break;
-      }
-    if (inside && b[4].buf != NULL) *(uint8_t *)b[4].buf = 1;
+    run_batch(&batch, check_piece, threads);
+    if (!batch.outside) {
+      run_batch(&batch, scatter_piece, threads);
+      if (b[1].buf != NULL) *(uint8_t *)b[1].buf = 1;
+    }
     Py_END_ALLOW_THREADS
-    result = inside ? Py_NewRef(Py_None) : refuse("a location is outside the target");
+    result = batch.outside ? refuse("a location is outside the target") : Py_NewRef(Py_None);
   }
-  release(b, 5);
+  release(b, 2);
+  end_batch(&batch);
+  return result;
+}
+
+/* --- count_different --- */
+
+#define COMPARE_LOOP(T, AT)                                                     \
+  for (Py_ssize_t i = from; i < to; i += step) {                                \
+    if (to - i > 8 * step) __builtin_prefetch(target + AT(i + 8 * step));       \
+    different += target[AT(i)] != COMBINED(T, before[i], i);                    \
+  }
+#define FINISH_compare return different;
+
+DEFINE_PIECES(compare, Py_ssize_t, Py_ssize_t different = 0;, COMPARE_LOOP)
+
+static void compare_piece(Batch *batch, const Write *write, Py_ssize_t from, Py_ssize_t to) {
+  Py_ssize_t step = (write->n + batch->limit - 1) / batch->limit, different = 0;
+  Py_ssize_t start = (from + step - 1) / step * step;
+  if (start >= to) return;
+  BY_WIDTH(write->width, different = compare, write, start, to, step);
+  __atomic_fetch_add(&batch->compared, (to - start + step - 1) / step, __ATOMIC_RELAXED);
+  __atomic_fetch_add(&batch->different, different, __ATOMIC_RELAXED);
+}
+
+static PyObject *count_different(PyObject *self, PyObject *args) {
+  PyObject *list;
+  Py_buffer b[1] = {{0}};
+  Batch batch;
+  Py_ssize_t limit;
+  int threads;
+  if (!PyArg_ParseTuple(args, "Oy*ni", &list, &b[0], &limit, &threads)) return NULL;
+  PyObject *result = NULL;
+  if (begin_batch(&batch, list, 0) < 0 || place_before(&batch, &b[0]) < 0)
+    ;
+  else if (limit < 1)
+    refuse("there must be a sample at least");
+  else {
+    batch.limit = limit;
+    Py_BEGIN_ALLOW_THREADS
+    run_batch(&batch, check_piece, threads);
+    if (!batch.outside) run_batch(&batch, compare_piece, threads);
+    Py_END_ALLOW_THREADS
+    result = batch.outside ? refuse("a location is outside the target")
+                           : Py_BuildValue("nn", batch.compared, batch.different);
+  }
+  release(b, 1);
+  end_batch(&batch);
   return result;
 }
 
@@ -774,6 +1003,54 @@ static PyObject *digest_places(PyObject *self, PyObject *args) {
              : Py_BuildValue("KK", (unsigned long long)sum[0], (unsigned long long)sum[1]);
 }
 
+/* Of elements of many arrays, in threads. */
+
+#define DIGEST_LOOP(T, AT)                                                                    \
+  for (Py_ssize_t i = from; i < to; i++) {                                                    \
+    if (i + PREFETCHED < to) __builtin_prefetch(target + AT(i + PREFETCHED));                 \
+    int64_t position = write->canonical_narrow != NULL ? write->canonical_narrow[i]           \
+                       : write->canonical_wide != NULL ? write->canonical_wide[i]             \
+                       : narrow != NULL                ? narrow[i]                            \
+                       : wide != NULL                  ? wide[i]                              \
+                                                       : first + i;                           \
+    add_element(sum, (uint64_t)position, target[AT(i)]);                                      \
+  }
+#define FINISH_gather                                          \
+  __atomic_fetch_add(&write->sums[0], sum[0], __ATOMIC_RELAXED); \
+  __atomic_fetch_add(&write->sums[1], sum[1], __ATOMIC_RELAXED);
+
+DEFINE_PIECES(gather, void, uint64_t sum[2] = {0};, DIGEST_LOOP)
+
+static void digest_piece(Batch *batch, const Write *write, Py_ssize_t from, Py_ssize_t to) {
+  (void)batch;
+  BY_WIDTH(write->width, gather, write, from, to, 1);
+}
+
+static PyObject *digest_targets(PyObject *self, PyObject *args) {
+  PyObject *list;
+  Py_buffer b[1] = {{0}};
+  Batch batch;
+  int threads;
+  if (!PyArg_ParseTuple(args, "Ow*i", &list, &b[0], &threads)) return NULL;
+  PyObject *result = NULL;
+  if (begin_batch(&batch, list, 0) < 0)
+    ;
+  else if (b[0].itemsize != 8 || items(&b[0]) != 2 * batch.count)
+    refuse("there must be room for two 64-bit sums of each write");
+  else {
+    memset(b[0].buf, 0, b[0].len);
+    for (Py_ssize_t i = 0; i < batch.count; i++) batch.writes[i].sums = (uint64_t *)b[0].buf + 2 * i;
+    Py_BEGIN_ALLOW_THREADS
+    run_batch(&batch, check_piece, threads);
+    if (!batch.outside) run_batch(&batch, digest_piece, threads);
+    Py_END_ALLOW_THREADS
+    result = batch.outside ? refuse("a location is outside the target") : Py_NewRef(Py_None);
+  }
+  release(b, 1);
+  end_batch(&batch);
+  return result;
+}
+
 /* --- module --------------------------------------------------------------------------------------- */
 
 static PyObject *py_use_instructions(PyObject *self, PyObject *args) {
@@ -800,8 +1077,10 @@ static PyMethodDef methods[] = {
     {"zigzag", zigzag, METH_VARARGS, NULL},
     {"unzigzag", unzigzag, METH_VARARGS, NULL},
     {"scatter", scatter, METH_VARARGS, NULL},
+    {"count_different", count_different, METH_VARARGS, NULL},
     {"digest_run", digest_run, METH_VARARGS, NULL},
     {"digest_places", digest_places, METH_VARARGS, NULL},
+    {"digest_targets", digest_targets, METH_VARARGS, NULL},
     {"use_instructions", py_use_instructions, METH_VARARGS, NULL},
     {"instructions", py_instructions, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},

@@ -207,12 +207,13 @@ def apply_delta(delta: TensorDelta, bits: torch.Tensor) -> None:
         part = bits[delta.locations.start : delta.locations.stop]
         part.copy_(combined(delta.operation, part, delta.values.to(bits.device)))
     elif bits.device.type == "cpu":
-        kernels.scatter(
+        write = kernels.ArrayWrite(
             bits.numpy(),
             delta.locations.numpy(),
             delta.values.numpy(),
             KERNEL_OPERATIONS[delta.operation],
         )
+        kernels.scatter([write])
     else:
         where = delta.locations.to(bits.device, torch.int64)
         bits[where] = combined(delta.operation, bits[where], delta.values.to(bits.device))

@@ -6,9 +6,10 @@ bytes, signed or not; only their width counts.
 """
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -230,34 +231,96 @@ def unzigzag(codes: _Array) -> None:
     _loops.unzigzag(codes)
 
 
-def scatter(
-    target: _Array,
-    locations: _Array,
-    values: _Array,
-    operation: int,
-    *,
-    stride: int = 1,
-    shift: int = 0,
-    before: _Array | None = None,
-    done: _Array | None = None,
-) -> None:
-    """Write values into ``target`` at ``locations * stride + shift``, in one pass.
+class ArrayWrite(NamedTuple):
+    """Elements of an array, and what to do with them: at ``where * stride + shift``.
 
-    Args:
-        target: Contiguous, writable.
-        locations: Distinct, int32 or int64, ``[n]``; fastest when they ascend.
+    Attributes:
+        target: Contiguous; writable if it is written to.
+        where: Distinct locations, int32 or int64, ``[n]``, fastest when they ascend; or the first of a run
+            of ``n``.
         values: ``[n]``, of the target's width.
         operation: ``XOR``, ``OVERWRITE`` or ``ADD`` (wrapping).
         stride: At least 1.
         shift: May be negative.
-        before: Takes the bits that were there, ``[n]``, of the target's width.
-        done: One byte, uint8, that becomes 1 once ``before`` holds what it takes to undo the write. An
-            interrupt can end this call after the write as well as before it; this tells which.
+        canonical: What a digest takes for the positions of the elements, int32 or int64, ``[n]``; those in
+            ``where`` if None.
+    """
+
+    target: _Array
+    where: _Array | int
+    values: _Array
+    operation: int
+    stride: int = 1
+    shift: int = 0
+    canonical: _Array | None = None
+
+
+def before_bytes(writes: Sequence[ArrayWrite]) -> int:
+    """Size of the memory for the old bits of writes: those of each begin at a multiple of eight bytes."""
+    return sum(-(-write.values.nbytes // 8) * 8 for write in writes)
+
+
+def before_parts(writes: Sequence[ArrayWrite], before: _Array) -> list[_Array]:
+    """The old bits of each write, of its values' dtype, in memory that :func:`scatter` filled."""
+    parts, at = [], 0
+    for write in writes:
+        parts.append(before[at : at + write.values.nbytes].view(write.values.dtype))
+        at += -(-write.values.nbytes // 8) * 8
+    return parts
+
+
+def scatter(
+    writes: list[ArrayWrite],
+    *,
+    before: _Array | None = None,
+    done: _Array | None = None,
+    threads: int = 1,
+) -> None:
+    """Do writes to distinct elements, in one pass.
+
+    Args:
+        writes: Any number; no element may be in two of them.
+        before: Takes the bits that were there, uint8, ``[before_bytes(writes)]``.
+        done: One byte, uint8, that becomes 1 once ``before`` holds what it takes to undo the writes. An
+            interrupt can end this call after the writes as well as before them; this tells which.
+        threads: At most; few elements get fewer.
 
     Raises:
-        ValueError: a location is outside the target; nothing was written.
+        ValueError: a location is outside its target, or sizes do not fit; nothing was written.
     """
-    _loops.scatter(target, locations, values, operation, stride, shift, before, done)
+    _loops.scatter(writes, before, done, threads)
+
+
+def count_different(
+    writes: list[ArrayWrite], before: _Array, *, limit: int, threads: int = 1
+) -> tuple[int, int]:
+    """Look whether elements still hold what :func:`scatter` made of them.
+
+    Args:
+        writes: As they were handed to it.
+        before: What it filled.
+        limit: Elements of each write to look at, evenly spread; at least 1.
+        threads: At most.
+
+    Returns:
+        How many were looked at, and how many of them hold something else.
+    """
+    compared, different = _loops.count_different(writes, before, limit, threads)
+    return int(compared), int(different)
+
+
+def digest_targets(writes: list[ArrayWrite], *, threads: int = 1) -> _Array:
+    """Both halves of the digest (``digest.py``) of what the targets hold where writes would go.
+
+    Returns:
+        uint64, ``[len(writes), 2]``.
+
+    Raises:
+        ValueError: a location is outside its target.
+    """
+    sums = np.empty((len(writes), 2), np.uint64)
+    _loops.digest_targets(writes, sums.reshape(-1), threads)
+    return sums
 
 
 def digest_run(bits: _Array, begin: int) -> tuple[int, int]:

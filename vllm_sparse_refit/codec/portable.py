@@ -155,34 +155,68 @@ def unzigzag(codes: _Array, /) -> None:
     signed ^= signs
 
 
-def scatter(  # noqa: PLR0917
-    target: _Array,
-    locations: _Array,
-    values: _Array,
-    operation: int,
-    stride: int,
-    shift: int,
-    before: _Array | None,
-    done: _Array | None,
-    /,
+def scatter(
+    writes: list[Any], before: _Array | None, done: _Array | None, _threads: int, /
 ) -> None:
-    if locations.size:
-        # Python's integers do not wrap around.
-        ends = [int(end) * stride + shift for end in (locations.min(), locations.max())]
-        if ends[0] < 0 or ends[1] >= target.size or stride < 1:
-            raise ValueError("a location is outside the target")
-    where = locations.astype(np.int64) * stride + shift
-    old = target[where]
+    places = [_places(write) for write in writes]
+    olds = [write[0][where] for write, where in zip(writes, places, strict=True)]
     if before is not None:
-        before[:] = old
+        for part, old in zip(_before_parts(writes, before), olds, strict=True):
+            part[:] = old
     if done is not None:
         done[0] = 1  # what is about to be written can be taken back from here on
+    for write, where, old in zip(writes, places, olds, strict=True):
+        write[0][where] = _combined(write[3], old, write[2])
+
+
+def count_different(
+    writes: list[Any], before: _Array, limit: int, _threads: int, /
+) -> tuple[int, int]:
+    compared = different = 0
+    for write, old in zip(writes, _before_parts(writes, before), strict=True):
+        step = max(-(-old.size // limit), 1)
+        expected = _combined(write[3], old[::step], write[2][::step])
+        compared += expected.size
+        different += int(np.count_nonzero(write[0][_places(write)[::step]] != expected))
+    return compared, different
+
+
+def _combined(operation: int, old: _Array, values: _Array) -> _Array:
+    combined: _Array = values
     if operation == _XOR:
-        target[where] = old ^ values
+        combined = old ^ values
     elif operation == _ADD:
-        target[where] = old + values
-    else:
-        target[where] = values
+        combined = old + values
+    return combined
+
+
+def _places(write: Any) -> _Array:
+    """Where a write goes, int64, checked."""
+    target, where, values, _, stride, shift, _ = write
+    if values.size:
+        ends = (
+            (where, where + values.size - 1)
+            if isinstance(where, int)
+            else (int(where.min()), int(where.max()))
+        )
+        # Python's integers do not wrap around.
+        least, largest = (end * stride + shift for end in ends)
+        if least < 0 or largest >= target.size or stride < 1:
+            raise ValueError("a location is outside the target")
+    if isinstance(where, int):
+        where = np.arange(where, where + values.size)
+    places: _Array = where.astype(np.int64) * stride + shift
+    return places
+
+
+def _before_parts(writes: list[Any], before: _Array) -> list[_Array]:
+    parts, at = [], 0
+    for _, _, values, *_ in writes:
+        parts.append(before[at : at + values.nbytes].view(values.dtype))
+        at += -(-values.nbytes // 8) * 8
+    if at != before.size:
+        raise ValueError("there must be exactly the room that the old bits take")
+    return parts
 
 
 def digest_run(bits: _Array, begin: int, /) -> tuple[int, int]:
@@ -206,6 +240,15 @@ def digest_places(bits: _Array, locations: _Array, /) -> tuple[int, int]:
         )
     )
     return int(low), int(high)
+
+
+def digest_targets(writes: list[Any], sums: _Array, _threads: int, /) -> None:
+    for i, write in enumerate(writes):
+        target, where, values, _, _, _, canonical = write
+        if canonical is None:
+            run = isinstance(where, int)
+            canonical = np.arange(where, where + values.size) if run else where
+        sums[2 * i : 2 * i + 2] = digest_places(target[_places(write)], canonical)
 
 
 def _mix(x: _Array) -> _Array:

@@ -122,7 +122,12 @@ class Receiver:
             RefitError: the payload is refused, with the reason; nothing of it is kept.
         """
         transfer = self._open_transfer(str(metadata["transfer_id"]))
-        deltas = [d for d in decode_payload(body, self._limits) if self._applier.check_delta(d)]
+        applier = self._applier
+        deltas = [
+            applier.placed(delta)
+            for delta in decode_payload(body, self._limits)
+            if applier.check_delta(delta)
+        ]
         staged_bytes = sum(held_bytes(delta) for delta in deltas)
         key = (int(metadata["producer_id"]), int(metadata["payload_id"]))
         with self._lock:

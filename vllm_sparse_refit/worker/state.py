@@ -4,6 +4,7 @@ import enum
 import time
 from dataclasses import dataclass, field
 
+from vllm_sparse_refit.apply.sparse_writes import PlacedDelta
 from vllm_sparse_refit.codec.delta import TensorDelta
 from vllm_sparse_refit.errors import TransactionError
 from vllm_sparse_refit.weight_version import WeightVersion
@@ -66,5 +67,9 @@ def check_begin(
 
 
 def held_bytes(delta: TensorDelta) -> int:
+    """Memory that a staged delta takes, in bytes."""
     locations = 0 if isinstance(delta.locations, range) else delta.locations.nbytes
-    return locations + delta.values.nbytes + _DELTA_BYTES
+    writes = delta.writes if isinstance(delta, PlacedDelta) else ()
+    # Where a write has locations of its own; otherwise it shares those of the delta.
+    placed = sum(write.nbytes for write in writes if write.canonical is not None)
+    return locations + delta.values.nbytes + placed + _DELTA_BYTES
