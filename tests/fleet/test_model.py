@@ -83,6 +83,12 @@ class BitsApplier:
     def check_delta(self, _delta: TensorDelta) -> bool:
         return True
 
+    def placed(self, delta: TensorDelta) -> TensorDelta:
+        return delta
+
+    def check_prior_bits(self, _deltas: Mapping[str, Any]) -> dict[str, Any]:
+        return {}
+
     def check_transfer(self, deltas: Mapping[str, Any]) -> None:
         assert all(len(parts) == 1 for parts in deltas.values())
 

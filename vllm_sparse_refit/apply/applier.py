@@ -19,10 +19,11 @@ from vllm_sparse_refit.apply.elementwise import (
     is_nan_marked,
 )
 from vllm_sparse_refit.apply.engine_settings import check_engine, load_context, ties_output
-from vllm_sparse_refit.apply.live_model import LiveModel
+from vllm_sparse_refit.apply.live_model import LiveModel, OwnedTensor
 from vllm_sparse_refit.apply.load_mode import LoadKind
 from vllm_sparse_refit.apply.loading import LoadedModel
 from vllm_sparse_refit.apply.placement import place
+from vllm_sparse_refit.apply.prior import check_prior_bits
 from vllm_sparse_refit.apply.processing import PackedLayer
 from vllm_sparse_refit.apply.shadow import PackedLayers
 from vllm_sparse_refit.apply.sparse_writes import LoaderWriter, PlacedDelta, loader_weight
@@ -74,6 +75,7 @@ class VllmSparseDeltaApplier:
         self.sample_limit = sample_limit
         self._limits = limits
         self._discovery: Discovery | None = None
+        self._holders: dict[int, list[OwnedTensor]] = {}
         self._writer: WeightWriter | None = None
         if loaded is not None:
             loaded.layers.context = self._live_model().load_context
@@ -114,6 +116,7 @@ class VllmSparseDeltaApplier:
             self._discovery = discover(
                 live, state_dict_info, refused, tied_output=ties_output(self._model_runner)
             )
+            self._holders = live.watched_storages()
         return set(self._discovery.names(LoadKind.SKIP))
 
     @property
@@ -258,13 +261,25 @@ class VllmSparseDeltaApplier:
         """
         self.check_model()
         with self._layers.loader_state():
-            self._check_not_moved(self._live_model())
+            self._check_not_moved()
         for name, parts in deltas.items():
             check_spans(name, parts)
             if self.discovery.weights[name].kind in (LoadKind.DENSE, LoadKind.TRANSFORM):
                 self._check_overwrite(name, parts)
         for group in self.discovery.aliases:
             check_aliases(group, deltas)
+
+    def check_prior_bits(self, deltas: DeltasByName) -> dict[str, Any]:
+        """Check that what a checked transfer builds on is what is here; see :func:`check_prior_bits`.
+
+        Not checked is what goes through the loader: the canonical bits are not here.
+        """
+        placed = {
+            name: [part for part in map(self.placed, parts) if isinstance(part, PlacedDelta)]
+            for name, parts in deltas.items()
+            if self.discovery.weights[name].kind is LoadKind.VIEW
+        }
+        return check_prior_bits(self.discovery.weights, placed)
 
     def _check_overwrite(self, name: str, parts: Sequence[TensorDelta]) -> None:
         if is_complete(parts):
@@ -336,15 +351,19 @@ class VllmSparseDeltaApplier:
         placed = self.placed(delta)
         return placed.writes if isinstance(placed, PlacedDelta) else ()
 
-    def _check_not_moved(self, live: LiveModel) -> None:
-        storages = live.watched_storages()
+    def _check_not_moved(self) -> None:
+        """Check that the model still uses the storages that discovery saw the loader write to.
+
+        Looks at what held them then, which costs far less than to walk through all modules.
+        """
         for name, weight in self.discovery.weights.items():
-            targets = [copy.target for copy in weight.copies if copy.target.numel()]
-            if any(storage_key(target) not in storages for target in targets):
-                raise TransactionError(
-                    f"the parameter that {name} goes to has moved since discovery (a reload, or sleep); "
-                    "call snapshot() again with the weights that the engines hold"
-                )
+            for target in (copy.target for copy in weight.copies if copy.target.numel()):
+                key = storage_key(target)
+                if not any(owned.is_still_at(key) for owned in self._holders.get(key, ())):
+                    raise TransactionError(
+                        f"the parameter that {name} goes to has moved since discovery (a reload, or sleep); "
+                        "call snapshot() again with the weights that the engines hold"
+                    )
 
     def _load_natively(
         self, live: LiveModel, names: Sequence[str], deltas: DeltasByName, sink: "LoaderWriter"
@@ -486,5 +505,6 @@ class VllmSparseDeltaApplier:
                     staged.setdefault(delta.name, []).append(delta)
                     changed += len(delta.locations)
         self.check_transfer(staged)
+        self.check_prior_bits(staged)
         self.apply(staged)
         return {"tensors": len(staged), "changed_elements": changed}

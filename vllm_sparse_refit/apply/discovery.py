@@ -2,6 +2,8 @@
 
 import bisect
 import fnmatch
+import functools
+import itertools
 import logging
 import math
 import mmap
@@ -34,6 +36,19 @@ class DiscoveredWeight:
     kind: LoadKind
     copies: tuple[LoaderCopy, ...] = ()
     reason: str = ""
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole canonical tensor."""
+        return math.prod(self.shape)
+
+    @functools.cached_property
+    def is_whole(self) -> bool:
+        """Whether plain copies bring all elements here, each from one box of the canonical tensor."""
+        boxes = {copy.boxes.source for copy in self.copies if copy.boxes is not None}
+        return sum(box.numel for box in boxes) == self.numel and not any(
+            boxes_overlap(*pair) for pair in itertools.combinations(boxes, 2)
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,6 @@
 """The model that a worker runs: its tensors, its native loader, and a check that neither moved."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -13,15 +13,25 @@ from vllm_sparse_refit.apply.storage import ViewKey, storage_key, view_key
 
 @dataclass(frozen=True, eq=False)
 class OwnedTensor:
-    """A parameter, buffer or plain tensor attribute, and the module that has it."""
+    """A parameter, buffer or plain tensor attribute, and the module that has it.
+
+    Attributes:
+        registry: The module's dictionary that it is in, by ``name``.
+    """
 
     module: str
     name: str
     tensor: torch.Tensor
+    registry: Mapping[str, Any]
 
     @property
     def full_name(self) -> str:
         return f"{self.module}.{self.name}" if self.module else self.name
+
+    def is_still_at(self, key: int) -> bool:
+        """Whether the module still has a tensor of this name, in the storage with this key."""
+        tensor = self.registry.get(self.name)
+        return isinstance(tensor, torch.Tensor) and storage_key(tensor) == key
 
 
 class LiveModel:
@@ -47,7 +57,7 @@ class LiveModel:
             for registry in (module._parameters, module._buffers, module.__dict__):
                 for name, value in registry.items():
                     if isinstance(value, torch.Tensor):
-                        yield OwnedTensor(module_name, name, value)
+                        yield OwnedTensor(module_name, name, value, registry)
 
     def watched_storages(self) -> dict[int, list[OwnedTensor]]:
         """The holders of every non-empty storage of the model, by storage key."""

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from vllm_sparse_refit.codec import kernels
+from vllm_sparse_refit.codec.digest import BitsDigest
 from vllm_sparse_refit.codec.dtypes import bits_dtype
 from vllm_sparse_refit.errors import TensorMismatchError
 
@@ -45,6 +46,8 @@ class TensorDelta:
             of :func:`location_dtype`, or a ``range`` of step 1.
         values: 1-D CPU tensor of ``bits_dtype(dtype)``, as long as ``locations``: the bits to xor
             in, the new bits, or the integer to add to the bits (wrapping around).
+        prior: Digest of the bits before the change at ``locations``; None where it is not known, and for
+            overwrites, which do not build on them.
     """
 
     name: str
@@ -55,6 +58,7 @@ class TensorDelta:
     end: int
     locations: torch.Tensor | range
     values: torch.Tensor
+    prior: BitsDigest | None = None
 
 
 def location_dtype(numel: int) -> torch.dtype:

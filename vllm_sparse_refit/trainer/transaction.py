@@ -6,11 +6,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm_sparse_refit.config import SyncConfig, read_api_key
-from vllm_sparse_refit.errors import EngineStateError, RefitError, TransactionError, TransportError
+from vllm_sparse_refit.errors import (
+    EngineStateError,
+    RefitError,
+    TransactionError,
+    TransportError,
+    VersionMismatchError,
+)
 from vllm_sparse_refit.trainer.baseline import SparsePayload
 from vllm_sparse_refit.trainer.engine import LocalEngine
 from vllm_sparse_refit.trainer.exported import NamedTensor
 from vllm_sparse_refit.trainer.stream import PayloadSource, stream_sparse_delta_payloads_via_zmq
+from vllm_sparse_refit.trainer.verification import differing_parts
 from vllm_sparse_refit.transport.client import ZmqSparseRefitClient
 from vllm_sparse_refit.transport.curve import read_client_keys
 from vllm_sparse_refit.transport.monitor import FleetMonitor
@@ -45,6 +52,7 @@ class Transaction:
         self.sequence = sequence
         self.label = label
         self._engines = list(engines)
+        self._doubtful: list[LocalEngine] = []
         self._config = config
         self._addresses = [str(w["address"]) for workers in engines.values() for w in workers]
 
@@ -109,6 +117,7 @@ class Transaction:
 
         Raises:
             TransactionError: workers of one engine staged different payloads.
+            VersionMismatchError: an engine's weights are not those that its version stands for.
         """
         with self._explained(), self._monitor() as monitor:
             monitor.await_staged(
@@ -125,6 +134,14 @@ class Transaction:
                 raise TransactionError(
                     f"the workers of {engine.name} staged different payloads for transfer "
                     f"{self.transfer_id}; sync again"
+                )
+            if different := differing_parts(replies):
+                self._doubtful.append(engine)
+                raise VersionMismatchError(
+                    f"the weights of {engine.name} are not those that its version stands for: in "
+                    f"{len(different)} tensors, first {', '.join(different[:3])}, its ranks hold other bits "
+                    "than the trainer believes (something else wrote to them); nothing was written, and the "
+                    "next sync brings the engine up"
                 )
             digests[engine] = found.pop()
         return digests
@@ -170,6 +187,13 @@ class Transaction:
     def abort(self) -> list[str]:
         """Give it up on every engine; returns what went wrong with that."""
         problems = [engine.abort(self.transfer_id) for engine in self._engines]
+        while self._doubtful:
+            engine = self._doubtful.pop()
+            try:
+                # Claims less than its ranks may think, until a resync makes it true.
+                engine.call("sparse_refit_adopt", "unknown", uuid.uuid4().hex)
+            except RefitError as error:
+                problems.append(str(error))
         return [problem for problem in problems if problem is not None]
 
     def _monitor(self) -> FleetMonitor:

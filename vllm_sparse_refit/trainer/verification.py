@@ -1,12 +1,15 @@
-"""Compare every element of the baseline with what workers hold, without moving weights."""
+"""Compare what the trainer believes of workers' weights with what they hold, without moving weights."""
 
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from vllm_sparse_refit.codec.digest import box_digest
+from vllm_sparse_refit.codec.digest import BitsDigest, box_digest
 from vllm_sparse_refit.trainer.baseline import DeltaCompressionTracker
 from vllm_sparse_refit.trainer.report import VerificationReport
+
+# Offset, shape and strides of a box of a canonical tensor.
+_BoxKey = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 def compare_digests(
@@ -39,3 +42,31 @@ def compare_digests(
         different={name: tuple(workers) for name, workers in different.items()},
         unverified=tuple(sorted(unverified)),
     )
+
+
+def differing_parts(replies: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Tensors in which the ranks of an engine together hold other bits than a transfer builds on.
+
+    Each rank answered for the part that it holds (``partial`` of ``sparse_refit_prepare``). Equal boxes on
+    several ranks must hold the same and count once. What no rank holds, or several hold in boxes of other
+    shapes, cannot be added up and is not compared.
+    """
+    found: dict[str, dict[_BoxKey, set[BitsDigest]]] = {}
+    known: dict[str, tuple[BitsDigest, int]] = {}
+    for reply in replies:
+        for name, part in reply["partial"].items():
+            known[name] = BitsDigest.from_hex(part["expected"]), int(part["elements"])
+            boxes = found.setdefault(name, {})
+            for offset, shape, strides, digest in part["boxes"]:
+                key = offset, tuple(shape), tuple(strides)
+                boxes.setdefault(key, set()).add(BitsDigest.from_hex(digest))
+    different = []
+    for name, boxes in found.items():
+        expected, elements = known[name]
+        if any(len(digests) > 1 for digests in boxes.values()):
+            different.append(name)
+        elif sum(math.prod(shape) for _, shape, _ in boxes) == elements:
+            total = sum((digest for digests in boxes.values() for digest in digests), BitsDigest())
+            if total != expected:
+                different.append(name)
+    return different

@@ -287,7 +287,16 @@ class Receiver:
 
     @_control
     def prepare(self, transfer_id: str, expected_payloads: Mapping[str, int]) -> dict[str, Any]:
-        """Wait for all payloads, then check the whole transfer; then only the commit is missing."""
+        """Wait for all payloads, then check the whole transfer; then only the commit is missing.
+
+        Returns:
+            ``{"partial", "staged_bytes", "changed_elements", "target_digest"}``; the first as
+            :meth:`VllmSparseDeltaApplier.check_prior_bits` returns it.
+
+        Raises:
+            VersionMismatchError: the weights are not those that the version stands for. The worker has no
+                known version from then on.
+        """
         transfer = self._current(transfer_id, State.OPEN)
         expected = {int(producer): int(count) for producer, count in expected_payloads.items()}
         self._server.flush(transfer_id, sum(expected.values()))
@@ -301,9 +310,17 @@ class Receiver:
                 f"worker has {received}"
             )
         self._applier.check_transfer(transfer.deltas)
+        try:
+            partial = self._applier.check_prior_bits(transfer.deltas)
+        except VersionMismatchError:
+            # The version claims more than is true, until a resync makes it so.
+            with self._lock:
+                transfer.base = self._version = WeightVersion("unknown", uuid.uuid4().hex)
+            raise
         with self._lock:
             self._state = State.PREPARED
         return {
+            "partial": partial,
             "staged_bytes": transfer.staged_bytes,
             "changed_elements": transfer.changed_elements,
             "target_digest": self._target(transfer).digest,
