@@ -53,12 +53,12 @@ def test_three_syncs_equal_a_plain_engine(
         synced = state(llm)
     assert verified.ok
     if settings.get("dtype") == "float32":  # every tensor of these bf16 checkpoints is cast
-        assert (verified.elements, bool(verified.unverified)) == (0, True)
+        assert (verified.elements, bool(verified.transformed)) == (0, True)
     else:
         assert verified.elements > 0
         named = TRANSFORMED.get(family)
-        assert bool(verified.unverified) == (named is not None)
-        assert all(named and named in name for name in verified.unverified)
+        assert bool(verified.transformed) == (named is not None)
+        assert all(named and named in name for name in verified.transformed)
     assert start[0] != synced[0]
     assert start[1] != synced[1]
     assert synced == fresh_state(steps[-1], **settings)

@@ -2,9 +2,18 @@
 
 from typing import Any
 
+import pytest
 import torch
 
-from tests.apply.toys import TOYS, random_weights, toy_applier
+from tests.apply.toys import (
+    TOYS,
+    deltas_between,
+    mixed,
+    payloads_of,
+    random_weights,
+    toy_applier,
+)
+from vllm_sparse_refit.codec.delta import SparseOperation
 from vllm_sparse_refit.trainer.baseline import DeltaCompressionTracker
 from vllm_sparse_refit.trainer.report import VerificationReport
 from vllm_sparse_refit.trainer.verification import compare_digests
@@ -29,7 +38,7 @@ def test_equal_weights() -> None:
         report = _verified(name)
         assert report.ok
         assert report.elements > 0
-        assert report.unverified == ()
+        assert report.transformed == ()
         assert "all equal" in str(report)
 
 
@@ -42,8 +51,34 @@ def test_one_changed_bit_is_named() -> None:
     assert "k (two)" in str(report)
 
 
-def test_what_is_transformed_is_listed_as_not_compared() -> None:
+def test_what_is_transformed_is_compared_with_what_was_loaded() -> None:
     report = _verified("mixed")
-    assert report.unverified == ("first", "second")
+    assert report.transformed == ("first", "second")
     assert report.ok
     assert report.elements == 2 * 8 * 6
+    assert "2 transformed tensors" in str(report)
+
+    def change(model: Any) -> None:
+        model.second.data.view(torch.int16)[2] ^= 1
+
+    report = _verified("mixed", change)
+    assert list(report.different) == ["second"]
+    assert "two" in str(report)
+    assert "last update" in str(report)
+
+
+@pytest.mark.parametrize("name", sorted(TOYS))
+def test_what_updates_left_is_known_and_what_they_took_back(name: str) -> None:
+    toy = TOYS[name]
+    dtype = toy.dtypes[0]
+    old = random_weights(toy, dtype, 1)
+    new = mixed(old, random_weights(toy, dtype, 2), seed=3)
+    applier = toy_applier(toy.model(dtype, old), toy.info(dtype))
+    payloads = payloads_of(deltas_between(old, new, applier.discovery, SparseOperation.ADD))
+    applier.update_weights_from_decoded_sparse_payload(*payloads)
+    assert applier.digests()["unlike"] == {}
+    applier.roll_back()
+    assert applier.digests()["unlike"] == {}
+    applier.update_weights_from_decoded_sparse_payload(*payloads)
+    applier.release()
+    assert applier.digests()["unlike"] == {}

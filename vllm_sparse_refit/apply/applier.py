@@ -28,6 +28,7 @@ from vllm_sparse_refit.apply.processing import PackedLayer
 from vllm_sparse_refit.apply.shadow import PackedLayers
 from vllm_sparse_refit.apply.sparse_writes import LoaderWriter, PlacedDelta, loader_weight
 from vllm_sparse_refit.apply.storage import storage_key
+from vllm_sparse_refit.apply.storage_digests import StorageDigests
 from vllm_sparse_refit.apply.writer import WeightWriter, Write
 from vllm_sparse_refit.codec.delta import SparseOperation, TensorDelta
 from vllm_sparse_refit.codec.digest import box_digest
@@ -76,6 +77,7 @@ class VllmSparseDeltaApplier:
         self._limits = limits
         self._discovery: Discovery | None = None
         self._holders: dict[int, list[OwnedTensor]] = {}
+        self._digests = self._digests_before = StorageDigests({})
         self._writer: WeightWriter | None = None
         if loaded is not None:
             loaded.layers.context = self._live_model().load_context
@@ -117,6 +119,7 @@ class VllmSparseDeltaApplier:
                 live, state_dict_info, refused, tied_output=ties_output(self._model_runner)
             )
             self._holders = live.watched_storages()
+            self._digests = self._digests_before = StorageDigests.of(self._discovery)
         return set(self._discovery.names(LoadKind.SKIP))
 
     @property
@@ -168,10 +171,10 @@ class VllmSparseDeltaApplier:
         """Digests of what this rank holds of every canonical tensor, for a comparison with the trainer's.
 
         Returns:
-            ``{"boxes", "unlike", "unverified"}``: by canonical name, ``[offset, shape, strides, digest]`` for
-            each box of it (:func:`box_digest`); by module, why a packed layer in use is not what its
-            weights make; and the names of tensors that the loader casts or transforms, whose canonical
-            bits are not here.
+            ``{"boxes", "unlike", "transformed"}``: by canonical name, ``[offset, shape, strides, digest]`` of
+            each box of it (:func:`box_digest`); by module or tensor, why what is in use is not what it
+            should be; and the names of tensors that the loader casts or transforms, whose canonical bits are
+            not here, and which are compared with what the last update left.
         """
         boxes: dict[str, list[list[Any]]] = {}
         for name in self.discovery.names(LoadKind.VIEW):
@@ -182,8 +185,13 @@ class VllmSparseDeltaApplier:
                 digest = box_digest(bits, box.offset, box.shape, box.strides).hex
                 entry = [box.offset, list(box.shape), list(box.strides), digest]
                 boxes.setdefault(name, []).append(entry)
-        unverified = self.discovery.names(LoadKind.TRANSFORM, LoadKind.DENSE)
-        return {"boxes": boxes, "unlike": self._layers.unlike(), "unverified": unverified}
+        changed = dict.fromkeys(self._digests.different(), "not what the last update left")
+        transformed = self.discovery.names(LoadKind.TRANSFORM, LoadKind.DENSE)
+        return {
+            "boxes": boxes,
+            "unlike": {**changed, **self._layers.unlike()},
+            "transformed": transformed,
+        }
 
     @property
     def _layers(self) -> PackedLayers:
@@ -317,6 +325,7 @@ class VllmSparseDeltaApplier:
             with self._layers.loader_state():
                 self._load(names, deltas, writer)
             self._layers.reprocess(self._written(names), writer)
+            self._digests = self._digests.after(writer.written_since(mark))
         except BaseException as error:
             writer.roll_back(mark)
             self._layers.undo(swaps)
@@ -473,6 +482,7 @@ class VllmSparseDeltaApplier:
         if self._writer is not None:
             self._writer.release()
             self._layers.release()
+            self._digests_before = self._digests
             self._writer = None
 
     def roll_back(self) -> None:
@@ -480,6 +490,7 @@ class VllmSparseDeltaApplier:
         if self._writer is not None:
             self._writer.roll_back()
             self._layers.undo()
+            self._digests = self._digests_before
             self.synchronize_device()
             self._writer = None
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -99,6 +99,8 @@ class _Done(Protocol):
     @property
     def nbytes(self) -> int: ...
 
+    def written(self) -> Iterable[tuple[Write, torch.Tensor]]: ...
+
     def restore(self) -> None: ...
 
 
@@ -128,9 +130,9 @@ class _HostWrites:
             ]
             kernels.scatter(back, threads=_threads())
 
-    def old_bits(self, number: int) -> torch.Tensor:
-        """The bits that were there before a write, ``[n]``."""
-        return torch.from_numpy(kernels.before_parts(self.writes, self.before)[number])
+    def written(self) -> Iterable[tuple[Write, torch.Tensor]]:
+        olds = kernels.before_parts(self.writes, self.before)
+        return zip(self._held, map(torch.from_numpy, olds), strict=True)
 
 
 class _DeviceWrite:
@@ -153,6 +155,9 @@ class _DeviceWrite:
         self._known = True
         bits = write.bits.to(self.before.device, non_blocking=True)
         write.storage[where] = combined(write.operation, self.before, bits)
+
+    def written(self) -> Iterable[tuple[Write, torch.Tensor]]:
+        return [(self.write, self.before)]
 
     def restore(self) -> None:
         if self._known:
@@ -236,7 +241,7 @@ class WeightWriter:
             # Its samples are kept one by one, since supersede() may take some of them away.
             done = self._write_to_host([write])
             if self._sample_limit:
-                self._samples.append(self._sample(write, done.old_bits(0)))
+                self._samples += [self._sample(*written) for written in done.written()]
 
     def supersede(self, target: torch.Tensor, positions: torch.Tensor) -> None:
         """Say that ``positions`` are about to be written again on purpose: forget their samples."""
@@ -273,6 +278,13 @@ class WeightWriter:
     def mark(self) -> tuple[int, int, int, int]:
         """Where the log stands now, for :meth:`roll_back`."""
         return len(self._done), len(self._verified), len(self._samples), self.elements_written
+
+    def written_since(
+        self, mark: tuple[int, int, int, int]
+    ) -> Iterator[tuple[Write, torch.Tensor]]:
+        """The writes since a mark, in order, and the bits ``[n]`` that were there before each."""
+        for done in self._done[mark[0] :]:
+            yield from done.written()
 
     def roll_back(self, mark: tuple[int, int, int, int] = (0, 0, 0, 0)) -> None:
         """Restore every element written since ``mark`` (default: ever), newest first."""

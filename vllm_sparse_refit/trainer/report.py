@@ -64,12 +64,13 @@ class VerificationReport:
     Attributes:
         elements: compared; those that several workers hold count for each.
         different: by canonical tensor or packed layer, which workers hold something else.
-        unverified: tensors that an engine's loader casts or transforms, so that no worker holds their bits.
+        transformed: tensors that an engine's loader casts or transforms, so that no worker holds their bits;
+            what the workers have of them was compared with what the last update left there.
     """
 
     elements: int
     different: dict[str, tuple[str, ...]]
-    unverified: tuple[str, ...]
+    transformed: tuple[str, ...]
 
     @property
     def ok(self) -> bool:
@@ -77,7 +78,8 @@ class VerificationReport:
         return not self.different
 
     def __str__(self) -> str:
-        left_out = f", {len(self.unverified)} tensors not comparable" if self.unverified else ""
+        other = len(self.transformed)
+        left_out = f"; {other} transformed tensors compared with the last update" if other else ""
         if self.ok:
             return f"{self.elements:,} elements compared, all equal{left_out}"
         named = ", ".join(f"{n} ({', '.join(w)})" for n, w in list(self.different.items())[:5])

@@ -22,10 +22,10 @@ def compare_digests(
     """
     known: dict[tuple[object, ...], str] = {}
     different: dict[str, list[str]] = {}
-    unverified: set[str] = set()
+    transformed: set[str] = set()
     elements = 0
     for worker, reply in replies:
-        unverified.update(reply["unverified"])
+        transformed.update(reply["transformed"])
         for name, reason in reply["unlike"].items():
             different.setdefault(name, []).append(f"{worker}: {reason}")
         for name, boxes in reply["boxes"].items():
@@ -40,7 +40,7 @@ def compare_digests(
     return VerificationReport(
         elements=elements,
         different={name: tuple(workers) for name, workers in different.items()},
-        unverified=tuple(sorted(unverified)),
+        transformed=tuple(sorted(transformed)),
     )
 
 
