@@ -3,9 +3,11 @@
     python -m benchmarks.apply --json
 
 Prints one JSON object on its last line. At each changed fraction the model is brought to new weights by
-this project's commit (placement; undo log, samples and cache resets included), by this project's path
-through the native loader (for what cannot be placed), by vLLM's own sparse patches, and by a full
-``load_weights``. Each result is compared with the new weights bit by bit before its time counts.
+this project's commit (the digests of prior bits, undo log, samples and cache resets included; ``pause_s`` is
+the part of it during which an engine cannot generate), by this project's path through the native loader (for
+what cannot be placed), by vLLM's own sparse patches, and by a full ``load_weights``. Each result is compared
+with the new weights bit by bit before its time counts. ``stage_s`` is what placing the update costs the
+threads that receive it, beforehand.
 """
 
 import argparse
@@ -101,6 +103,7 @@ class Subject:
 
     def measure(self, old: Weights, fraction: float, runs: int) -> dict[str, float]:
         new = changed(old, fraction)
+        self._pauses: list[float] = []
         expected = self._loaded(new)
         ways = [*self._ours(old, new), self._sparse_patches(old, new), self._dense(new)]
         seconds: dict[str, list[float]] = {way.name: [] for way in ways}
@@ -119,6 +122,8 @@ class Subject:
         bound = 2 * lines * CACHE_LINE_BYTES / bandwidth()
         return {
             **medians,
+            "pause_s": statistics.median(self._pauses[WARM_UPS:]),
+            "stage_s": self._stage_s,
             "vllm_sparse_to_ours": medians["vllm_sparse_s"] / medians["ours_s"],
             "dense_to_ours": medians["dense_s"] / medians["ours_s"],
             "bound_s": bound,
@@ -155,13 +160,20 @@ class Subject:
         applier = self._applier
         differences = as_deltas(old, new, SparseOperation.ADD)
         absolute = as_deltas(old, new, SparseOperation.OVERWRITE)
+        started = time.perf_counter()
+        staged = {name: [*map(applier.placed, parts)] for name, parts in differences.items()}
+        self._stage_s = time.perf_counter() - started
 
         def commit() -> None:
-            applier.check_transfer(differences)
-            applier.apply(differences)
+            applier.check_transfer(staged)
+            if applier.check_prior_bits(staged):
+                raise WrongWeightsError("one rank should hold all of every tensor")
+            prepared = time.perf_counter()
+            applier.apply(staged)
             applier.reset_adapters()
             applier.finish_sparse_delta_refit()
             self._llm.reset_prefix_cache()
+            self._pauses.append(time.perf_counter() - prepared)
 
         def native() -> None:
             writer = WeightWriter(sample_limit=64)
@@ -257,11 +269,13 @@ def bandwidth() -> float:
 def table(result: dict[str, Any]) -> str:
     rows = [
         f"{result['parameters']:,} parameters, medians of {result['runs']} runs, milliseconds",
-        f"{'changed':>9} {'commit':>9} {'native':>9} {'vLLM sparse':>12} {'dense':>9} {'bound':>8}",
+        f"{'changed':>9} {'commit':>9} {'paused':>9} {'native':>9} {'vLLM sparse':>12} {'dense':>9} "
+        f"{'bound':>8}",
     ]
     for fraction, found in result["fractions"].items():
         rows.append(
-            f"{fraction:>9} {found['ours_s'] * 1e3:9.1f} {found['native_mask_s'] * 1e3:9.0f} "
+            f"{fraction:>9} {found['ours_s'] * 1e3:9.1f} {found['pause_s'] * 1e3:9.1f} "
+            f"{found['native_mask_s'] * 1e3:9.0f} "
             f"{found['vllm_sparse_s'] * 1e3:12.0f} {found['dense_s'] * 1e3:9.0f} "
             f"{found['bound_s'] * 1e3:8.1f}   vLLM sparse / commit {found['vllm_sparse_to_ours']:.0f}"
         )

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.checkpoints import build_checkpoint, perturb_checkpoint
-from tests.engine.engines import checksums, engine, fresh_state, state
+from tests.engine.engines import checksums, engine, fresh_state, state, worker
 from vllm_sparse_refit import SyncConfig, WeightSynchronizer
-from vllm_sparse_refit.errors import EngineStateError, TransactionError
+from vllm_sparse_refit.errors import EngineStateError, TransactionError, VersionMismatchError
 
 pytestmark = pytest.mark.engine
 
@@ -31,6 +32,13 @@ def _fail_once_on_rank_one(worker: Any) -> None:
         raise TransactionError("this rank cannot")
 
     applier.apply = failing
+
+
+def _write_on_rank_one(worker: Any) -> None:
+    """As a user's own code might: no hook of the plugin sees it."""
+    if worker.rank == 1:
+        layer = worker.model_runner.get_model().model.layers[1]
+        layer.mlp.down_proj.weight.data.view(torch.int16).bitwise_not_()
 
 
 def _process_id(_worker: Any) -> int:
@@ -55,6 +63,20 @@ def test_a_rank_that_fails_and_a_rank_that_is_killed(tmp_path: Path) -> None:
             assert (checksums(remote), state(local)) == old
             sync.sync(after)
             sync.sync(before)
+            assert (checksums(remote), state(local)) == old
+
+            # A shard: only both ranks together can tell.
+            remote.collective_rpc(_write_on_rank_one)
+            with pytest.raises(VersionMismatchError, match=r"engine 0.*layers\.1\.mlp\.down_proj"):
+                sync.sync(after)
+            assert state(local) == old[1]
+            assert sync.sync(after).resynced == 1
+            # A whole tensor: the rank itself can.
+            norm = worker(local).model_runner.get_model().model.norm.weight
+            norm.data.view(torch.int16).bitwise_not_()
+            with pytest.raises(VersionMismatchError, match=r"engine 1.*first model\.norm\.weight"):
+                sync.sync(before)
+            assert sync.sync(before).resynced == 1
             assert (checksums(remote), state(local)) == old
 
             os.kill(remote.collective_rpc(_process_id)[1], signal.SIGKILL)
