@@ -125,7 +125,7 @@ class _SparseWeightLoadMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         if self._used is not None and not func.is_view:
-            self._used.update(storage_key(t) for t in _tensors([*args, *kwargs.values()]))
+            self._used.update(storage_key(t) for t in tensors_in([*args, *kwargs.values()]))
         if func is aten.copy_.default and storage_key(args[0]) in self._targets:
             self._copy(args[0], args[1])
             return args[0]
@@ -168,13 +168,13 @@ class _SparseWeightLoadMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
 
 
-def _tensors(values: Iterable[object]) -> Iterator[torch.Tensor]:
+def tensors_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
     """The tensors among arguments of an operator, those in lists included."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+            yield from tensors_in(value)
 
 
 def _written_tensors(
@@ -185,7 +185,7 @@ def _written_tensors(
         return
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from _tensors([args[index] if index < len(args) else kwargs.get(argument.name)])
+            yield from tensors_in([args[index] if index < len(args) else kwargs.get(argument.name)])
 
 
 def _same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:

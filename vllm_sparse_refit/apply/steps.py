@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vllm_sparse_refit.apply.load_mode import tensors_in
 from vllm_sparse_refit.apply.slots import (
     Copies,
     Held,
@@ -180,18 +181,9 @@ class _ReadMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
     ) -> Any:
         kwargs = kwargs or {}
         if not func.is_view:
-            self._note(_keys([*args, *kwargs.values()]))
+            read = tensors_in([*args, *kwargs.values()])
+            self._note([storage_key(tensor) for tensor in read if not tensor.is_meta])
         return func(*args, **kwargs)
-
-
-def _keys(values: Iterable[object]) -> list[int]:
-    keys: list[int] = []
-    for value in values:
-        if isinstance(value, torch.Tensor) and not value.is_meta:
-            keys.append(storage_key(value))
-        elif isinstance(value, list | tuple):
-            keys += _keys(value)
-    return keys
 
 
 # --- steps that belong together -------------------------------------------------------------------
