@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 import zmq
 
-from tests.codec.crafted import plain, seal
+from tests.codec.crafted import ENTRY_BYTES, HEAD_BYTES, plain, seal
 from vllm_sparse_refit.codec.delta import SparseOperation, make_delta
 from vllm_sparse_refit.codec.payload import DecodeLimits, decode_payload, encode_payload
 from vllm_sparse_refit.config import WorkerConfig
@@ -34,10 +34,16 @@ def decode(data: bytes) -> None:
 
 def decode_checksummed(data: bytes) -> None:
     """The same with the checksum put right, so that what is behind it is reached."""
-    if len(data) >= 64:
-        # And the size of what follows the prelude.
-        data = seal(data[:56] + struct.pack("<Q", len(data) - 64) + data[64:])
-    decode(data)
+    decode(checksummed(data))
+
+
+def checksummed(data: bytes) -> bytes:
+    """The same bytes with the checksum, and the size of what follows the directory, put right."""
+    if len(data) < HEAD_BYTES:
+        return data
+    (sections,) = struct.unpack_from("<I", data, 28)
+    stored = max(len(data) - HEAD_BYTES - ENTRY_BYTES * sections, 0)
+    return seal(data[:40] + struct.pack("<Q", stored) + data[48:])
 
 
 def _check(deltas: object) -> None:
