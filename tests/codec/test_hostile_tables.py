@@ -41,6 +41,7 @@ def test_a_table_that_is_left_out_is_refused() -> None:
         (row(operation=4), "'w' has the unknown operation code 4"),
         (row(flags=4), "'w' has the unknown flags 0x4"),
         (row(flags=0x81), "'w' has the unknown flags 0x81"),
+        (row(operation=2, flags=3), "'w' has nibbles, which an overwrite"),
         (row(shape=(1,) * 33), "delta 0 has 33 dimensions"),
         (row(shape=(2**64 - 1,) * 32), "'w' has a shape of 2\\*\\*63"),
         (row(shape=(2**32, 2**31)), "'w' has a shape of 2\\*\\*63"),
@@ -88,6 +89,22 @@ def test_nibbles_that_do_not_match_the_counts_are_refused() -> None:
     refused(payload(packed, nibbles=b"\xf3\7\0", codes=escaping), "counts of its deltas need")
     refused(payload(packed, nibbles=b"", codes=escaping), "counts of its deltas need")
     refused(payload(nibbles=b"\xf3\x07"), "counts of its deltas need")
+
+
+def test_bits_in_the_unused_half_of_a_last_nibble_are_refused() -> None:
+    packed = row(flags=3)
+    assert accepted(payload(packed, nibbles=b"\x13\x07", codes=()))[0].values.tolist() == [3, 1, 7]
+    for last in (b"\x17", b"\x87", b"\xf7"):
+        refused(payload(packed, nibbles=b"\x13" + last, codes=()), "'w' has bits in a half byte")
+    # Of an even number of them all halves are used.
+    even = row(flags=3, count=4)
+    [delta] = accepted(payload(even, b"\0\0\0", nibbles=b"\x13\x27", codes=(), tensors=24))
+    assert delta.values.tolist() == [3, 1, 7, 2]
+    # The last byte of the first of two deltas is not the last of the section.
+    table = packed + row(b"v", flags=3)
+    for nibbles, wrong in ((b"\x13\x17\x13\x07", "w"), (b"\x13\x07\x13\x17", "v")):
+        body = payload(table, b"\1\2\1\2", nibbles=nibbles, codes=(), deltas=2, tensors=36)
+        refused(body, f"'{wrong}' has bits in a half byte")
 
 
 def test_a_count_of_billions_allocates_nothing() -> None:

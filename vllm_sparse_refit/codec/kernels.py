@@ -186,11 +186,9 @@ def encode_nibbles(codes: _Array, nibbles: _Array, escapes: _Array) -> int:
     return int(_loops.write_nibbles(codes, nibbles, escapes))
 
 
-def count_escaped_nibbles(nibbles: _Array, count: int) -> int:
-    """How many of the first ``count`` nibbles say that their code is kept elsewhere."""
+def count_escaped_nibbles(nibbles: _Array) -> int:
+    """How many nibbles say that their code is kept elsewhere; the unused half of a last byte is 0."""
     high = int(np.count_nonzero(nibbles >= ESCAPED_NIBBLE << 4))
-    if count % 2 and nibbles[-1] >= ESCAPED_NIBBLE << 4:
-        high -= 1  # the unused half of the last byte
     return high + int(np.count_nonzero(nibbles & 15 == ESCAPED_NIBBLE))
 
 

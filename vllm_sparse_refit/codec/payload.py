@@ -352,7 +352,11 @@ def _read_values(row: Row, nibbles: _Cursor, planes: _Planes) -> torch.Tensor:
     dtype = UNSIGNED[row.dtype.itemsize]
     if row.has_nibbles:
         content = nibbles.take(row.nibble_bytes)
-        escaped = kernels.count_escaped_nibbles(content, row.count)
+        if row.count % 2 and content[-1] >> 4:
+            raise PayloadError(
+                f"the delta of {row.name!r} has bits in a half byte that it does not use"
+            )
+        escaped = kernels.count_escaped_nibbles(content)
         codes = kernels.decode_nibbles(content, planes.take(escaped, dtype), row.count)
     else:
         codes = planes.take(row.count, dtype)

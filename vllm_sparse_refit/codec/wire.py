@@ -258,6 +258,8 @@ class Row:
         last = self.first + (0 if self.has_gaps else self.count - 1)
         if not self.begin <= self.first <= last < self.end:
             self._refuse(f"has a location outside its span [{self.begin}, {self.end})")
+        if self.has_nibbles and self.operation is SparseOperation.OVERWRITE:
+            self._refuse("has nibbles, which an overwrite never has")
 
     def _checked_numel(self) -> int:
         if len(self.shape) > MAX_DIMENSIONS:
