@@ -53,6 +53,7 @@ def _check(deltas: object) -> None:
         assert 1 <= count == delta.values.numel() <= LIMITS.max_decoded_bytes
         ends = (int(delta.locations[0]), int(delta.locations[-1]))
         assert delta.begin <= ends[0] <= ends[1] < delta.end
+        assert delta.prior is None or delta.operation is not SparseOperation.OVERWRITE
 
 
 def metadata(data: bytes) -> None:
@@ -117,13 +118,14 @@ def framed(*frames: bytes) -> bytes:
 
 
 def corpus() -> list[bytes]:
-    """Good payloads to start from."""
+    """Good payloads to start from, with digests of old bits in all but those that overwrite."""
     generator = torch.Generator().manual_seed(0)
     found = []
     for dtype, operation in (
         (torch.int16, SparseOperation.XOR),
         (torch.bfloat16, SparseOperation.OVERWRITE),
         (torch.int8, SparseOperation.XOR),
+        (torch.bfloat16, SparseOperation.ADD),
     ):
         size = 600
         old = torch.randint(0, 99, (size,), generator=generator).to(torch.int16)

@@ -79,7 +79,7 @@ def find_changes(
         Ascending locations ``[k]`` and the values at them ``[k]``, of the inputs' dtype.
     """
     locations = scratch("locations", old.size, location_dtype)
-    values = scratch("values", old.size, old.dtype)
+    values = scratch("values", 2 * old.size, old.dtype)  # old and new bits before they are values
     found = _loops.find_changes(old, new, operation, begin, locations, values)
     return locations[:found].copy(), values[:found].copy()
 
@@ -94,6 +94,8 @@ class CodedChanges:
         gaps, wide: As from :func:`encode_gaps`.
         nibbles, escapes: As from :func:`encode_nibbles`; empty for ``OVERWRITE``, and of the right sizes
             but meaningless where more than half of the codes escape.
+        prior: Both halves of the digest (``digest.py``) of the elements at ``locations`` in the old
+            array; of no element for ``OVERWRITE``.
     """
 
     locations: _Array
@@ -102,6 +104,7 @@ class CodedChanges:
     wide: _Array
     nibbles: _Array
     escapes: _Array
+    prior: tuple[int, int]
 
 
 def code_changes(
@@ -114,11 +117,11 @@ def code_changes(
     """:func:`find_changes`, and all codes of what it finds, in one call."""
     size = old.size
     locations = scratch("locations", size, location_dtype)
-    codes = scratch("values", size, old.dtype)
+    codes = scratch("values", 2 * size, old.dtype)
     gaps, wide = scratch("gaps", size, np.uint8), scratch("wide", size, np.uint64)
     nibbles = scratch("nibbles", (size + 1) // 2, np.uint8)
     escapes = scratch("escapes", size, old.dtype)
-    found, used, escaped = _loops.code_changes(
+    found, used, escaped, low, high = _loops.code_changes(
         old, new, operation, begin, locations, codes, gaps, wide, nibbles, escapes
     )
     pairs = 0 if operation == OVERWRITE else (found + 1) // 2
@@ -129,6 +132,7 @@ def code_changes(
         wide[:used],
         nibbles[:pairs],
         escapes[:escaped],
+        (low, high),
     )
 
 

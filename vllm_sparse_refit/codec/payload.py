@@ -195,6 +195,7 @@ def decode_payload(body: Buffer, limits: DecodeLimits) -> list[TensorDelta]:
                 end=row.end,
                 locations=locations,
                 values=_read_values(row, nibbles, codes),
+                prior=row.prior,
             )
         )
     for planes in (wide, codes):
