@@ -2,6 +2,12 @@
 
 import os
 
+from hypothesis import settings
+
+# How long an example takes says more of the machine than of the code.
+settings.register_profile("tests", deadline=None)
+settings.load_profile("tests")
+
 # Set at import: before a test module imports vLLM or transformers. Engine processes inherit it.
 os.environ.update(
     HF_HUB_OFFLINE="1",

@@ -164,3 +164,19 @@ def boxes(draw: st.DrawFn) -> Box:
 @given(one=boxes(), other=boxes())
 def test_boxes_overlap_exactly_when_they_share_a_position(one: Box, other: Box) -> None:
     assert boxes_overlap(one, other) == bool(_positions(one) & _positions(other))
+
+
+def test_a_box_is_normalized_to_one_form() -> None:
+    for tensor in (
+        torch.empty(4, 5),
+        torch.empty(1, 4, 5),
+        torch.empty(2, 2, 5),
+        torch.empty(5, 4).t(),
+    ):
+        whole = Box.of(tensor).normalized
+        assert whole == Box(0, (20,), (1,)), tensor.shape
+    columns = torch.empty(6, 8)[1:5, 2:5]
+    assert Box.of(columns).normalized == Box(10, (4, 3), (8, 1))
+    assert Box.of(columns.t()).normalized == Box.of(columns).normalized
+    assert Box.of(torch.empty(3)[1:2]).normalized == Box(1, (), ())
+    assert Box.of(torch.empty(6, 8)[:, ::2]).normalized == Box(0, (24,), (2,))

@@ -28,14 +28,20 @@ def row(
     first: int = 1,
     count: int = 3,
     flags: int = 1,
+    prior: tuple[int, int] | None = None,
     name_bytes: int | None = None,
 ) -> bytes:
-    """One row of the table; by default bf16 xor of 3 of 8 elements, with gaps, without nibbles."""
+    """One row of the table; by default bf16 xor of 3 of 8 elements, with gaps, without nibbles.
+
+    ``prior`` puts the digest of the old bits in, and its flag with it.
+    """
+    flags |= 4 * (prior is not None)
     length = len(name) if name_bytes is None else name_bytes
     fixed = struct.pack(
         "<QQQQHBBBB", begin, end, first, count, length, dtype, operation, flags, len(shape)
     )
-    return fixed + struct.pack(f"<{len(shape)}Q", *shape) + name
+    digest = b"" if prior is None else struct.pack("<QQ", *prior)
+    return fixed + digest + struct.pack(f"<{len(shape)}Q", *shape) + name
 
 
 @dataclass(frozen=True)
@@ -135,12 +141,13 @@ def payload(
 def rich(encoding: int = 0) -> bytes:
     """Three deltas with every kind of section and operation.
 
-    ``a``: bf16 add, locations 5, 306, 307 and 2**40 + 401, values 1, -1, 0 and 100.
+    ``a``: bf16 add, locations 5, 306, 307 and 2**40 + 401, values 1, -1, 0 and 100; the digest of its old
+    bits has the halves 2**64 - 2 and 3.
     ``b``: fp32 xor of the consecutive elements 2 and 3 with 0x01020304 and 5.
     ``c``: bool overwrite of the one element of a scalar with 1.
     """
     table = (
-        row(b"a", (2**41,), operation=3, end=2**41, first=5, count=4, flags=3)
+        row(b"a", (2**41,), operation=3, end=2**41, first=5, count=4, flags=3, prior=(2**64 - 2, 3))
         + row(b"b", (2, 4), dtype=12, first=2, count=2, flags=0)
         + row(b"c", (), dtype=1, operation=2, end=1, first=0, count=1, flags=0)
     )

@@ -12,6 +12,7 @@ import torch
 
 from tests.codec import reference
 from vllm_sparse_refit.codec.delta import SparseOperation, TensorDelta
+from vllm_sparse_refit.codec.digest import BitsDigest
 from vllm_sparse_refit.codec.dtypes import SUPPORTED, bits_dtype
 from vllm_sparse_refit.codec.payload import encode_payload
 
@@ -27,6 +28,7 @@ def _delta(
     span: tuple[int, int],
     locations: list[int] | range,
     values: list[int],
+    prior: BitsDigest | None = None,
 ) -> TensorDelta:
     large = torch.Size(shape).numel() > 2**31
     return TensorDelta(
@@ -40,6 +42,7 @@ def _delta(
         if isinstance(locations, range)
         else torch.tensor(locations, dtype=torch.int64 if large else torch.int32),
         values=torch.tensor(values, dtype=bits_dtype(dtype)),
+        prior=prior,
     )
 
 
@@ -122,11 +125,26 @@ def _planes() -> list[TensorDelta]:
     ]
 
 
+def _priors() -> list[TensorDelta]:
+    """Digests of the old bits, with and without gaps and nibbles, and one delta without a digest."""
+    digest = BitsDigest(0x0123456789ABCDEF, 0xFEDCBA9876543210)
+    large = [0x1234, -0x8000, 0x0FED]
+    return [
+        _delta("gaps", (2, 50), torch.bfloat16, XOR, (0, 100), [1, 9, 99], large, digest),
+        _delta("run", (50, 2), torch.bfloat16, ADD, (50, 100), range(51, 54), large, digest),
+        _delta("both", (100,), torch.float32, ADD, (0, 100), [1, 9, 99], [1, -1, 2], digest),
+        _delta("nibbles", (), torch.uint8, XOR, (0, 1), range(1), [1], BitsDigest(2**64 - 1, 0)),
+        _delta("zero", (4,), torch.float64, ADD, (0, 4), [0, 3], [1, 1], BitsDigest()),
+        _delta("none", (4,), torch.float64, ADD, (0, 4), [0, 3], [1, 1]),
+    ]
+
+
 CASES = {
     "operations": _operations(),
     "wide_gaps": _wide_gaps(),
     "nibbles": _nibbles(),
     "planes": _planes(),
+    "priors": _priors(),
     "empty": [],
 }
 

@@ -47,6 +47,7 @@ def encode(deltas: Sequence[TensorDelta]) -> bytes:
             first=locations[0],
             count=len(locations),
             flags=bool(steps) + 2 * has_nibbles,
+            prior=None if delta.prior is None else (delta.prior.low, delta.prior.high),
         )
         location_bytes = (4 if math.prod(delta.shape) <= 2**31 else 8) if steps else 0
         tensors += len(locations) * (location_bytes + width)

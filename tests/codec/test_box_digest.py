@@ -25,6 +25,21 @@ def test_parts_add_up_to_the_whole(dtype: torch.dtype, monkeypatch: pytest.Monke
     assert _sum(*map(_digest, parts)) == _digest(bits) == whole
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
+def test_a_device_finds_what_the_cpu_does(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What devices run, here on the CPU."""
+    signed = dtype.is_signed
+    bits = torch.randint(-100 if signed else 0, 100, (6, 10), dtype=dtype)
+    for size in (1 << 20, 7):
+        monkeypatch.setattr(digest_module, "_CHUNK", size)
+        for box in (bits, bits[:, :3], bits[2:, 3:].t(), bits[1:2], bits[0:0], bits[1, 2]):
+            offset = int(box.storage_offset())
+            halves = digest_module._box_on_device(box.reshape(-1), offset, box.shape, box.stride())
+            assert BitsDigest.of_halves(halves) == _digest(box)
+
+
 def test_position_and_bits_count() -> None:
     bits = torch.arange(24, dtype=torch.int16).reshape(4, 6)
     digest = _digest(bits)

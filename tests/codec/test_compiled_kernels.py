@@ -97,27 +97,72 @@ def wrong_writes() -> list[Any]:
     ]
 
 
+def coding(**changes: Any) -> tuple[str, tuple[Any, ...]]:
+    """A call of code_changes, right but for what is changed."""
+    right = {
+        "old": zeros(4, np.uint16),
+        "new": zeros(4, np.uint16),
+        "operation": 3,
+        "begin": 0,
+        "locations": zeros(4, np.int32),
+        "values": zeros(8, np.uint16),
+        "gaps": zeros(4),
+        "wide": zeros(4, np.uint64),
+        "nibbles": zeros(2),
+        "escapes": zeros(4, np.uint16),
+    }
+    return "code_changes", tuple((right | changes).values())
+
+
+def wrong_codings() -> list[tuple[str, tuple[Any, ...]]]:
+    u16, i64 = np.uint16, np.int64
+    return [
+        coding(new=zeros(5, u16)),
+        coding(new=zeros(8)),
+        coding(operation=0),
+        coding(operation=4),
+        coding(begin=-1),
+        coding(begin=2**31 - 3),
+        coding(begin=2**63 - 3, locations=zeros(4, i64)),
+        coding(locations=zeros(3, np.int32)),
+        coding(locations=zeros(4, u16)),
+        coding(values=zeros(7, u16)),
+        coding(values=zeros(16)),
+        coding(values=read_only(zeros(8, u16))),
+        coding(gaps=zeros(3)),
+        coding(gaps=zeros(4, u16)),
+        coding(wide=zeros(3, np.uint64)),
+        coding(wide=zeros(4, np.uint32)),
+        coding(nibbles=zeros(1)),
+        coding(nibbles=zeros(2, u16)),
+        coding(escapes=zeros(3, u16)),
+        coding(escapes=zeros(4)),
+        coding(escapes=None),
+    ]
+
+
 def wrong_calls() -> list[tuple[str, tuple[Any, ...]]]:
     u16, i32, i64, u64 = np.uint16, np.int32, np.int64, np.uint64
     strided = zeros(8)[::2]
     c16 = zeros(4, np.complex128)
     return [
-        ("find_changes", (zeros(4), zeros(5), 1, 0, zeros(5, i32), zeros(5))),
-        ("find_changes", (zeros(4), zeros(2, u16), 1, 0, zeros(4, i32), zeros(4))),
-        ("find_changes", (zeros(4), zeros(4), 1, 0, zeros(4, i32), zeros(4, u16))),
-        ("find_changes", (zeros(4), zeros(4), 1, 0, zeros(3, i32), zeros(4))),
-        ("find_changes", (zeros(4), zeros(4), 1, 0, zeros(4, i32), zeros(3))),
-        ("find_changes", (zeros(4), zeros(4), 1, 0, zeros(4, u16), zeros(4))),
-        ("find_changes", (zeros(4), zeros(4), 0, 0, zeros(4, i32), zeros(4))),
-        ("find_changes", (zeros(4), zeros(4), 4, 0, zeros(4, i32), zeros(4))),
-        ("find_changes", (zeros(4), zeros(4), 1, -1, zeros(4, i32), zeros(4))),
-        ("find_changes", (zeros(4), zeros(4), 1, 2**31 - 3, zeros(4, i32), zeros(4))),
-        ("find_changes", (zeros(4), zeros(4), 1, 2**63 - 3, zeros(4, i64), zeros(4))),
-        ("find_changes", (c16, c16, 1, 0, zeros(4, i32), c16)),
-        ("find_changes", (strided, zeros(4), 1, 0, zeros(4, i32), zeros(4))),
-        ("find_changes", (zeros(4), zeros(4), 1, 0, zeros(8, i32)[::2], zeros(4))),
-        ("find_changes", (zeros(4), zeros(4), 1, 0, zeros(4, i32), read_only(zeros(4)))),
-        ("find_changes", (zeros(4), None, 1, 0, zeros(4, i32), zeros(4))),
+        ("find_changes", (zeros(4), zeros(5), 1, 0, zeros(5, i32), zeros(10))),
+        ("find_changes", (zeros(4), zeros(2, u16), 1, 0, zeros(4, i32), zeros(8))),
+        ("find_changes", (zeros(4), zeros(4), 1, 0, zeros(4, i32), zeros(8, u16))),
+        ("find_changes", (zeros(4), zeros(4), 1, 0, zeros(3, i32), zeros(8))),
+        ("find_changes", (zeros(4), zeros(4), 1, 0, zeros(4, i32), zeros(7))),
+        ("find_changes", (zeros(4), zeros(4), 1, 0, zeros(4, u16), zeros(8))),
+        ("find_changes", (zeros(4), zeros(4), 0, 0, zeros(4, i32), zeros(8))),
+        ("find_changes", (zeros(4), zeros(4), 4, 0, zeros(4, i32), zeros(8))),
+        ("find_changes", (zeros(4), zeros(4), 1, -1, zeros(4, i32), zeros(8))),
+        ("find_changes", (zeros(4), zeros(4), 1, 2**31 - 3, zeros(4, i32), zeros(8))),
+        ("find_changes", (zeros(4), zeros(4), 1, 2**63 - 3, zeros(4, i64), zeros(8))),
+        ("find_changes", (c16, c16, 1, 0, zeros(4, i32), zeros(8, np.complex128))),
+        ("find_changes", (strided, zeros(4), 1, 0, zeros(4, i32), zeros(8))),
+        ("find_changes", (zeros(4), zeros(4), 1, 0, zeros(8, i32)[::2], zeros(8))),
+        ("find_changes", (zeros(4), zeros(4), 1, 0, zeros(4, i32), read_only(zeros(8)))),
+        ("find_changes", (zeros(4), None, 1, 0, zeros(4, i32), zeros(8))),
+        *wrong_codings(),
         ("write_gaps", (zeros(0, i32), zeros(0), zeros(0, u64))),
         ("write_gaps", (np.arange(4), zeros(4), zeros(4, u64))),
         ("write_gaps", (np.arange(4), zeros(3), zeros(2, u64))),
@@ -226,8 +271,10 @@ def test_the_compiled_loops_refuse_wrong_buffers() -> None:
 def test_every_wrong_call_differs_from_a_right_one() -> None:
     """The loops that wrong calls are made of accept the same arguments once they are right."""
     right: list[tuple[str, tuple[Any, ...]]] = [
-        ("find_changes", (zeros(4), zeros(4), 1, 2**31 - 4, zeros(4, np.int32), zeros(4))),
-        ("find_changes", (zeros(4), zeros(4), 3, 2**63 - 4, zeros(4, np.int64), zeros(4))),
+        ("find_changes", (zeros(4), zeros(4), 1, 2**31 - 4, zeros(4, np.int32), zeros(8))),
+        ("find_changes", (zeros(4), zeros(4), 3, 2**63 - 4, zeros(4, np.int64), zeros(8))),
+        coding(begin=2**31 - 4),
+        coding(begin=2**63 - 4, locations=zeros(4, np.int64)),
         ("write_gaps", (np.arange(4), zeros(3), zeros(3, np.uint64))),
         ("read_gaps", (zeros(3), zeros(0, np.uint64), 0, 2**31, zeros(4, np.int32))),
         ("read_gaps", (zeros(3), zeros(0, np.uint64), 0, 2**63, zeros(4, np.int64))),

@@ -6,7 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.codec.test_digest import by_hand
 from vllm_sparse_refit.codec import delta as module
+from vllm_sparse_refit.codec.coding import code_changes
 from vllm_sparse_refit.codec.delta import (
     SparseOperation,
     TensorDelta,
@@ -95,6 +97,7 @@ def test_a_device_finds_and_applies_what_the_cpu_does() -> None:
             assert other is not None
             assert list(delta.locations) == list(other.locations)
             assert torch.equal(delta.values, other.values)
+            assert delta.prior == other.prior
             on_device = old.cuda()
             apply_delta(delta, on_device)
             assert torch.equal(on_device.cpu(), new)
@@ -285,6 +288,59 @@ def test_an_overwrite_may_change_all_that_it_carries() -> None:
     delta = bf16_delta(OVERWRITE, [3], every_element=True)
     assert delta is not None
     assert changed_elements(delta) == 10
+
+
+# --- the digest of the old bits
+
+
+@settings(deadline=None)
+@given(
+    dtype=st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.float64]),
+    operation=st.sampled_from([XOR, ADD]),
+    density=st.sampled_from([0.02, 0.5, 0.93, 0.99, 1.0]),
+    begin=st.sampled_from([0, 5, 2**31 - 300, 2**40]),
+    strided=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_a_delta_carries_the_digest_of_the_old_bits_at_its_locations(
+    dtype: torch.dtype,
+    operation: SparseOperation,
+    density: float,
+    begin: int,
+    strided: bool,
+    seed: int,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    old = random_bits(generator, 400, bits_dtype(dtype))[:: 2 if strided else 1][:200]
+    new = torch.where(torch.rand(200, generator=generator) < density, old + 3, old)
+    shape = (begin + 200,)
+    delta = make_delta("w", shape, dtype, operation, begin, old, new)
+    coded = code_changes("w", shape, dtype, operation, begin, old, new)
+    if delta is None:
+        assert coded is None
+        return
+    where = [int(location) for location in delta.locations]
+    expected = by_hand(old[[at - begin for at in where]], where)
+    assert delta.prior == expected
+    assert coded is not None
+    assert coded.row.prior == expected
+
+
+@pytest.mark.parametrize("every_element", [False, True])
+@pytest.mark.parametrize("changed", [[3], [1, 8], list(range(10))])
+def test_an_overwrite_builds_on_no_bits(changed: list[int], every_element: bool) -> None:
+    delta = bf16_delta(OVERWRITE, changed, every_element=every_element)
+    assert delta is not None
+    assert delta.prior is None
+
+
+def test_an_overwrite_of_a_run_keeps_a_copy() -> None:
+    new = torch.ones(4, dtype=torch.int16)
+    delta = make_delta("w", (4,), torch.float16, OVERWRITE, 0, torch.zeros_like(new), new)
+    new[0] = 5
+    assert delta is not None
+    assert delta.locations == range(4)
+    assert delta.values.tolist() == [1, 1, 1, 1]
 
 
 # --- applying

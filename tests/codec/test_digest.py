@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_sparse_refit.codec.digest import BitsDigest
+from vllm_sparse_refit.codec import digest as digest_module
+from vllm_sparse_refit.codec.digest import BitsDigest, digest_on_device
 
 DTYPES = (torch.uint8, torch.int16, torch.int32, torch.int64)
 MASK = (1 << 64) - 1
@@ -69,6 +70,40 @@ def test_a_change_takes_the_old_away_and_adds_the_new(
     )
     assert moved == BitsDigest.of(new, range(count))
     assert (moved == BitsDigest.of(old, range(count))) == (not where)
+
+
+@pytest.mark.parametrize("bits_dtype", [*DTYPES, torch.int8, torch.uint16, torch.uint64])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("begin", [0, (1 << 31) - 301, (1 << 40) + 3, (1 << 63) - 301])
+@pytest.mark.parametrize("count", [0, 1, 300])
+def test_what_devices_run_is_what_a_loop_finds(
+    bits_dtype: torch.dtype, dtype: torch.dtype, begin: int, count: int
+) -> None:
+    """Here on the CPU: the same operations, with signs that must not be carried along."""
+    if dtype is torch.int32 and begin >= 1 << 31:
+        return
+    bits = random_bits(count, bits_dtype)
+    locations = torch.arange(begin, begin + count, dtype=dtype)
+    halves = digest_on_device(bits, locations)
+    assert halves.dtype == torch.int64
+    assert halves.shape == (2,)
+    digest = BitsDigest.of_halves(halves)
+    # torch has no arithmetic for all of these; bits are bits.
+    signed = bits.view(
+        {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[bits.itemsize]
+    )
+    assert digest == by_hand(signed, locations.tolist())
+    assert digest == BitsDigest.of(bits, locations)
+
+
+def test_what_devices_run_in_pieces_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    bits, locations = random_bits(100, torch.int16), torch.arange(7, 107)
+    whole = digest_on_device(bits, locations)
+    monkeypatch.setattr(digest_module, "_CHUNK", 9)
+    assert torch.equal(digest_on_device(bits, locations), whole)
+    parts = [digest_on_device(bits[a:b], locations[a:b]) for a, b in ((0, 40), (40, 100))]
+    assert torch.equal(parts[0] + parts[1], whole)
+    assert BitsDigest.of_halves(whole) == BitsDigest.of(bits, range(7, 107))
 
 
 def test_values_that_change_places_show() -> None:

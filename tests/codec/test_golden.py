@@ -33,6 +33,7 @@ def test_golden_files_can_be_read(case: str, encoding: str) -> None:
     for got, delta in zip(decoded, expected, strict=True):
         assert (got.name, got.shape, got.dtype) == (delta.name, delta.shape, delta.dtype)
         assert (got.operation, got.begin, got.end) == (delta.operation, delta.begin, delta.end)
+        assert got.prior == delta.prior
         assert list(got.locations) == list(delta.locations)
         assert got.values.dtype == delta.values.dtype
         assert torch.equal(got.values, delta.values)
@@ -60,7 +61,7 @@ def test_golden_files_have_all_that_the_format_has() -> None:
     assert kinds == {0, 1, 2, *range(8, 16), *range(16, 24)}
     assert {row.dtype for row in rows} == set(SUPPORTED)
     assert {str(row.operation) for row in rows} == {"xor", "overwrite", "add"}
-    assert len({(row.has_gaps, row.has_nibbles) for row in rows}) == 4
+    assert len({(row.has_gaps, row.has_nibbles, row.prior is None) for row in rows}) == 8
     assert {*encodings(golden("nibbles", "zstd")), *encodings(golden("planes", "zstd"))} == {0, 1}
 
 

@@ -29,6 +29,7 @@ from tests.codec.crafted import (
     seal,
 )
 from tests.codec.refusals import LIMITS, MIB, accepted, decode, refused
+from vllm_sparse_refit.codec.digest import BitsDigest
 from vllm_sparse_refit.codec.payload import (
     DecodeLimits,
     decode_payload,
@@ -61,6 +62,7 @@ def test_the_rich_payload_these_tests_break_is_valid() -> None:
         assert isinstance(a.locations, torch.Tensor)
         assert a.locations.tolist() == [5, 306, 307, 2**40 + 401]
         assert a.values.tolist() == [1, -1, 0, 100]
+        assert [delta.prior for delta in (a, b, c)] == [BitsDigest(2**64 - 2, 3), None, None]
         assert (b.locations, b.values.tolist()) == (range(2, 4), [0x01020304, 5])
         assert (c.locations, c.values.tolist()) == (range(0, 1), [1])
 
@@ -103,10 +105,12 @@ def decodes_or_is_refused(body: bytes) -> None:
         assert int(where.max()) < delta.end
         assert (where.diff() > 0).all()
         assert delta.values.shape == where.shape
+        assert delta.prior is None or delta.operation != "overwrite"
     # Whatever is accepted is as good as any other delta.
     again = accepted(encode_payload(outcome))
     assert [delta.values.tolist() for delta in again] == [d.values.tolist() for d in outcome]
     assert [list(delta.locations) for delta in again] == [list(d.locations) for d in outcome]
+    assert [delta.prior for delta in again] == [delta.prior for delta in outcome]
 
 
 @pytest.mark.parametrize("body", VALID)
@@ -142,7 +146,7 @@ def test_rewritten_bytes_under_a_good_checksum_do_no_harm(
     wide=st.lists(st.binary(max_size=4), max_size=8),
     codes=st.lists(st.binary(max_size=14), max_size=5),
     counts=st.tuples(st.integers(1, 7), st.integers(1, 7)),
-    flags=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    flags=st.tuples(st.integers(0, 7), st.integers(0, 7)),
     operations=st.tuples(st.integers(1, 3), st.integers(1, 3)),
     fitting=st.booleans(),
 )
@@ -156,15 +160,30 @@ def test_sections_of_noise_do_no_harm(
     operations: tuple[int, int],
     fitting: bool,
 ) -> None:
-    table, tensors, gap_bytes, nibble_bytes = b"", 0, 0, 0
-    for name, count, flag, operation in zip((b"v", b"w"), counts, flags, operations, strict=True):
-        table += row(name, (3000,), end=3000, count=count, flags=flag, operation=operation, first=2)
+    table, tensors, gap_bytes, fitting_nibbles = b"", 0, 0, b""
+    for name, count, any_flag, operation in zip(
+        (b"v", b"w"), counts, flags, operations, strict=True
+    ):
+        flag = any_flag & 1 if fitting and operation == 2 else any_flag
+        prior = (7, 2**63) if flag & 4 else None
+        table += row(
+            name,
+            (3000,),
+            end=3000,
+            count=count,
+            flags=flag,
+            operation=operation,
+            first=2,
+            prior=prior,
+        )
         tensors += count * (2 + 4 * (flag & 1))
         gap_bytes += (count - 1) * (flag & 1)
-        nibble_bytes += (count + 1) // 2 * (flag >> 1)
+        if flag & 2:
+            of_delta = (nibbles * 8)[: (count + 1) // 2].ljust((count + 1) // 2, b"\x5f")
+            last = of_delta[-1] & 15 if count % 2 else of_delta[-1]
+            fitting_nibbles += of_delta[:-1] + bytes([last])
     if fitting:  # as far as the table tells
-        gaps, nibbles = (gaps * 12)[:gap_bytes].ljust(gap_bytes), (nibbles * 8)[:nibble_bytes]
-        nibbles = nibbles.ljust(nibble_bytes, b"\x5f")
+        gaps, nibbles = (gaps * 12)[:gap_bytes].ljust(gap_bytes), fitting_nibbles
     decodes_or_is_refused(
         payload(table, gaps, nibbles, tuple(wide), tuple(codes), deltas=2, tensors=tensors)
     )

@@ -6,6 +6,7 @@ import torch
 from tests.codec.crafted import CODES, GAPS, TABLE, WIDE, Entry, assemble, entries, payload, row
 from tests.codec.refusals import MIB, accepted, refused
 from vllm_sparse_refit.codec import wire
+from vllm_sparse_refit.codec.digest import BitsDigest
 
 
 @pytest.mark.parametrize("deltas", [0, 2, 3, wire.MAX_DELTAS])
@@ -39,7 +40,14 @@ def test_a_table_that_is_left_out_is_refused() -> None:
         (row(dtype=18), "'w' has the unknown dtype code 18"),
         (row(operation=0), "'w' has the unknown operation code 0"),
         (row(operation=4), "'w' has the unknown operation code 4"),
-        (row(flags=4), "'w' has the unknown flags 0x4"),
+        (row(flags=8), "'w' has the unknown flags 0x8"),
+        (row(flags=9, prior=(0, 0)), "'w' has the unknown flags 0xd"),
+        (row(flags=4), "ends within delta 0"),
+        (row(prior=(1, 2))[:50], "ends within delta 0"),
+        (row(flags=1) + bytes(16), "16 bytes after"),
+        (row(operation=2, prior=(1, 2)), "'w' has a digest of bits that it overwrites"),
+        (row(operation=2, prior=(0, 0)), "'w' has a digest of bits that it overwrites"),
+        (row(operation=2, flags=3), "'w' has nibbles, which an overwrite"),
         (row(flags=0x81), "'w' has the unknown flags 0x81"),
         (row(shape=(1,) * 33), "delta 0 has 33 dimensions"),
         (row(shape=(2**64 - 1,) * 32), "'w' has a shape of 2\\*\\*63"),
@@ -88,6 +96,29 @@ def test_nibbles_that_do_not_match_the_counts_are_refused() -> None:
     refused(payload(packed, nibbles=b"\xf3\7\0", codes=escaping), "counts of its deltas need")
     refused(payload(packed, nibbles=b"", codes=escaping), "counts of its deltas need")
     refused(payload(nibbles=b"\xf3\x07"), "counts of its deltas need")
+
+
+def test_bits_in_the_unused_half_of_a_last_nibble_are_refused() -> None:
+    packed = row(flags=3)
+    assert accepted(payload(packed, nibbles=b"\x13\x07", codes=()))[0].values.tolist() == [3, 1, 7]
+    for last in (b"\x17", b"\x87", b"\xf7"):
+        refused(payload(packed, nibbles=b"\x13" + last, codes=()), "'w' has bits in a half byte")
+    # Of an even number of them all halves are used.
+    even = row(flags=3, count=4)
+    [delta] = accepted(payload(even, b"\0\0\0", nibbles=b"\x13\x27", codes=(), tensors=24))
+    assert delta.values.tolist() == [3, 1, 7, 2]
+    # The last byte of the first of two deltas is not the last of the section.
+    table = packed + row(b"v", flags=3)
+    for nibbles, wrong in ((b"\x13\x17\x13\x07", "w"), (b"\x13\x07\x13\x17", "v")):
+        body = payload(table, b"\1\2\1\2", nibbles=nibbles, codes=(), deltas=2, tensors=36)
+        refused(body, f"'{wrong}' has bits in a half byte")
+
+
+def test_a_digest_of_old_bits_is_read() -> None:
+    for operation in (1, 3):
+        [delta] = accepted(payload(row(operation=operation, prior=(2**64 - 1, 1))))
+        assert delta.prior == BitsDigest(2**64 - 1, 1)
+    assert accepted(payload())[0].prior is None
 
 
 def test_a_count_of_billions_allocates_nothing() -> None:

@@ -143,6 +143,66 @@ def test_find_changes_crosses_large_blocks(width: int, every: int) -> None:
     assert np.array_equal(values, new[new != 0])
 
 
+# --- code_changes
+
+
+@each_implementation
+@settings(deadline=None)
+@given(
+    width=st.sampled_from(WIDTHS),
+    signed=st.booleans(),
+    size=SIZES,
+    density=DENSITIES,
+    operation=OPERATIONS,
+    location_dtype=st.sampled_from([np.int32, np.int64]),
+    far=st.booleans(),
+    largest=st.sampled_from([3, 40, None]),
+    seed=st.integers(0, 2**32),
+)
+def test_code_changes_codes_what_find_changes_finds(
+    width: int,
+    signed: bool,
+    size: int,
+    density: float,
+    operation: int,
+    location_dtype: type[np.signedinteger[Any]],
+    far: bool,
+    largest: int | None,
+    seed: int,
+) -> None:
+    rng = np.random.default_rng(seed)
+    begin = LARGEST[location_dtype] + 1 - max(size, 1) if far else seed % 1000
+    old = random_array(seed, size, width, signed=signed)
+    change = random_array(seed + 1, size, width)
+    if largest is not None:
+        change %= np.array(largest, change.dtype)
+    new = (old.view(f"u{width}") + change * (rng.random(size) < density)).view(old.dtype)
+    locations, values = kernels.find_changes(old, new, operation, begin, location_dtype)
+    found = kernels.code_changes(old, new, operation, begin, location_dtype)
+    assert found.locations.dtype == location_dtype
+    assert np.array_equal(found.locations, locations)
+    codes = kernels.zigzag(values, values.copy()) if operation == kernels.ADD else values
+    assert np.array_equal(found.codes.view(codes.dtype), codes)
+    before = old[locations.astype(np.int64) - begin]
+    if operation == kernels.OVERWRITE:
+        assert found.prior == (0, 0)
+        assert not found.nibbles.size
+    else:
+        assert found.prior == kernels.digest_places(before, locations)
+    if not locations.size:
+        assert found.prior == (0, 0)
+        return
+    gaps, wide = encode_gaps(locations)
+    assert np.array_equal(found.gaps, gaps)
+    assert np.array_equal(found.wide, wide)
+    if operation != kernels.OVERWRITE:
+        nibbles, escapes = encode_nibbles(codes.view(f"u{width}"))
+        assert found.escapes.size == escapes.size
+        if 2 * escapes.size <= codes.size:
+            assert np.array_equal(found.nibbles, nibbles)
+            assert np.array_equal(found.escapes.view(escapes.dtype), escapes)
+
+
 # --- gaps
 
 
@@ -257,7 +317,7 @@ def test_nibbles_are_those_of_a_loop_and_lead_back(
     assert nibbles.tolist() == [low[i] | low[i + 1] << 4 for i in range(0, size, 2)]
     assert escapes.dtype == codes.dtype
     assert escapes.tolist() == [code for code in codes.tolist() if code >= 15]
-    assert kernels.count_escaped_nibbles(nibbles, size) == escapes.size
+    assert kernels.count_escaped_nibbles(nibbles) == escapes.size
     more = np.concatenate((escapes, codes[:2]))
     assert np.array_equal(kernels.decode_nibbles(nibbles, more, size), codes)
     if escapes.size:
@@ -266,11 +326,9 @@ def test_nibbles_are_those_of_a_loop_and_lead_back(
 
 
 @each_implementation
-def test_the_unused_half_of_a_last_nibble_counts_for_nothing() -> None:
+def test_the_unused_half_of_a_last_nibble_is_not_read() -> None:
     nibbles = np.array([0x21, 0xF3], np.uint8)
-    assert kernels.count_escaped_nibbles(nibbles, 3) == 0
     assert kernels.decode_nibbles(nibbles, np.empty(0, np.uint16), 3).tolist() == [1, 2, 3]
-    assert kernels.count_escaped_nibbles(nibbles, 4) == 1
 
 
 @each_implementation

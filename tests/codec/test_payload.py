@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.codec import crafted, reference
+from tests.codec.test_digest import by_hand
 from vllm_sparse_refit.codec import wire
 from vllm_sparse_refit.codec.coding import CodedDelta
 from vllm_sparse_refit.codec.delta import (
@@ -17,6 +18,7 @@ from vllm_sparse_refit.codec.delta import (
     location_dtype,
     make_delta,
 )
+from vllm_sparse_refit.codec.digest import BitsDigest
 from vllm_sparse_refit.codec.dtypes import SUPPORTED, bits_dtype
 from vllm_sparse_refit.codec.payload import (
     DecodeLimits,
@@ -85,15 +87,21 @@ def delta_of(draw: st.DrawFn, name: str) -> TensorDelta:
         chosen = draw(st.sets(st.integers(begin, min(begin + span, numel) - 1), min_size=1))
         locations = torch.tensor(sorted(chosen), dtype=location_dtype(numel))
     values = draw(st.sampled_from([random_bits, small_codes]))
+    operation = draw(st.sampled_from(SparseOperation))
+    halves = st.integers(0, 2**64 - 1)
+    priors = (
+        st.none() if operation is OVERWRITE else st.none() | st.builds(BitsDigest, halves, halves)
+    )
     return TensorDelta(
         name=name,
         shape=shape,
         dtype=dtype,
-        operation=draw(st.sampled_from(SparseOperation)),
+        operation=operation,
         begin=begin,
         end=numel,
         locations=locations,
         values=values(random.Random(draw(st.integers())), len(locations), dtype),
+        prior=draw(priors),
     )
 
 
@@ -145,6 +153,9 @@ def test_old_bits_become_new_bits(
         assert torch.equal(old, new)
         return
     [decoded] = decode_payload(encode_payload([delta]), LIMITS)
+    if operation is not OVERWRITE:
+        where = [int(location) for location in decoded.locations]
+        assert decoded.prior == by_hand(old[where], where)
     apply_delta(decoded, old)
     assert torch.equal(old, new)
 
@@ -276,8 +287,9 @@ def test_small_tensors_share_their_sections(density: float) -> None:
     assert len(deltas) == tensors
     encoded = encode_payload(deltas)
     assert_same(decode_payload(encoded, LIMITS), deltas)
-    # A row of the table has about 90 bytes, of which few differ from the last one's.
-    assert len(encoded) < len(encode_payload([one])) + tensors * 12
+    # A row of the table has about 106 bytes: 16 of a digest, and few others that differ from the last
+    # one's.
+    assert len(encoded) < len(encode_payload([one])) + tensors * (16 + 12)
 
 
 def valid_delta() -> TensorDelta:
@@ -334,6 +346,10 @@ def valid_delta() -> TensorDelta:
         ({"locations": range(0, 6, 2)}, "'w' must have step 1"),
         ({"locations": range(3, 7)}, "values of 'w' must be 4"),
         ({"values": torch.zeros(3, dtype=torch.int32)}, "values of 'w' must be 3"),
+        (
+            {"operation": OVERWRITE, "prior": BitsDigest(1, 2)},
+            "'w' has a digest of bits that it overwrites",
+        ),
     ],
 )
 def test_the_encoder_refuses_what_the_decoder_would(

@@ -8,7 +8,8 @@ import torch
 
 from vllm_sparse_refit.apply.storage import storage_bits
 from vllm_sparse_refit.apply.writer import WeightWriter, Write
-from vllm_sparse_refit.codec.delta import SparseOperation, apply_delta, find_changes
+from vllm_sparse_refit.codec.delta import SparseOperation, apply_delta, find_changes, make_delta
+from vllm_sparse_refit.codec.digest import BitsDigest, box_digest, digest_on_device
 from vllm_sparse_refit.codec.dtypes import bits_view
 from vllm_sparse_refit.codec.payload import DecodeLimits, decode_payload
 from vllm_sparse_refit.config import SyncConfig
@@ -92,6 +93,64 @@ def test_only_what_changed_comes_to_the_host(operation: SparseOperation) -> None
     found = find_changes(old.cuda(), new.cuda(), operation, begin=7, wide=True)
     assert all(map(torch.equal, on_cpu, found))
     assert all(part.device.type == "cpu" for part in found)
+
+
+WIDTHS = [torch.uint8, torch.int16, torch.int32, torch.int64]
+
+
+@pytest.mark.parametrize("dtype", WIDTHS)
+@pytest.mark.parametrize("count", [0, 1, 5000, (1 << 20) + 3])
+def test_digests_are_those_of_the_cpu(dtype: torch.dtype, count: int) -> None:
+    generator = torch.Generator().manual_seed(2)
+    raw = torch.randint(0, 256, (count * dtype.itemsize,), generator=generator, dtype=torch.uint8)
+    bits = raw.view(dtype)
+    begin = (1 << 62) + 9
+    run = range(begin, begin + count)
+    assert BitsDigest.of(bits.cuda(), run) == BitsDigest.of(bits, run)
+    for location_dtype in (torch.int32, torch.int64):
+        locations = torch.arange(0, 3 * count, 3, dtype=location_dtype)
+        expected = BitsDigest.of(bits, locations)
+        assert BitsDigest.of(bits.cuda(), locations.cuda()) == expected
+
+
+@pytest.mark.parametrize("dtype", WIDTHS)
+def test_digests_of_boxes_are_those_of_the_cpu(dtype: torch.dtype) -> None:
+    bits = torch.randint(0, 100, (1500, 1000), dtype=dtype)
+    if dtype.is_signed:
+        bits.neg_()
+    for box in (bits, bits[:, 200:900], bits[7:, 3:].t(), bits[3:4], bits[0:0], bits[1, 2]):
+        arguments = (int(box.storage_offset()), box.shape, box.stride())
+        assert box_digest(box.cuda(), *arguments) == box_digest(box, *arguments)
+
+
+def test_a_digest_does_not_wait_for_the_device() -> None:
+    bits = torch.zeros((1 << 20) + 3, dtype=torch.int16, device="cuda")
+    positions = torch.arange(bits.numel(), device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        halves = digest_on_device(bits, positions)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert BitsDigest.of_halves(halves) == BitsDigest.of(bits.cpu(), range(bits.numel()))
+
+
+@pytest.mark.parametrize("operation", list(SparseOperation))
+@pytest.mark.parametrize("every", [1, 3, 97])
+def test_deltas_carry_the_digest_of_the_old_bits(operation: SparseOperation, every: int) -> None:
+    old = torch.randint(-(2**15), 2**15, (1 << 16,), dtype=torch.int16)
+    new = old.clone()
+    new[::every] ^= 5
+    new[::50] = old[::50]  # nearly dense, where every element changed
+    arguments = ("w", (1 << 17,), torch.bfloat16, operation, 7)
+    on_cpu = make_delta(*arguments, old, new)
+    on_device = make_delta(*arguments, old.cuda(), new.cuda())
+    assert on_cpu is not None
+    assert on_device is not None
+    assert list(on_device.locations) == list(on_cpu.locations)
+    assert torch.equal(on_device.values, on_cpu.values)
+    assert on_device.prior == on_cpu.prior
+    assert (on_cpu.prior is None) == (operation is SparseOperation.OVERWRITE)
 
 
 def test_values_are_those_at_the_time_of_the_export() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 import zmq
 
-from tests.codec.crafted import plain, seal
+from tests.codec.crafted import ENTRY_BYTES, HEAD_BYTES, plain, seal
 from vllm_sparse_refit.codec.delta import SparseOperation, make_delta
 from vllm_sparse_refit.codec.payload import DecodeLimits, decode_payload, encode_payload
 from vllm_sparse_refit.config import WorkerConfig
@@ -34,10 +34,16 @@ def decode(data: bytes) -> None:
 
 def decode_checksummed(data: bytes) -> None:
     """The same with the checksum put right, so that what is behind it is reached."""
-    if len(data) >= 64:
-        # And the size of what follows the prelude.
-        data = seal(data[:56] + struct.pack("<Q", len(data) - 64) + data[64:])
-    decode(data)
+    decode(checksummed(data))
+
+
+def checksummed(data: bytes) -> bytes:
+    """The same bytes with the checksum, and the size of what follows the directory, put right."""
+    if len(data) < HEAD_BYTES:
+        return data
+    (sections,) = struct.unpack_from("<I", data, 28)
+    stored = max(len(data) - HEAD_BYTES - ENTRY_BYTES * sections, 0)
+    return seal(data[:40] + struct.pack("<Q", stored) + data[48:])
 
 
 def _check(deltas: object) -> None:
@@ -47,6 +53,7 @@ def _check(deltas: object) -> None:
         assert 1 <= count == delta.values.numel() <= LIMITS.max_decoded_bytes
         ends = (int(delta.locations[0]), int(delta.locations[-1]))
         assert delta.begin <= ends[0] <= ends[1] < delta.end
+        assert delta.prior is None or delta.operation is not SparseOperation.OVERWRITE
 
 
 def metadata(data: bytes) -> None:
@@ -111,13 +118,14 @@ def framed(*frames: bytes) -> bytes:
 
 
 def corpus() -> list[bytes]:
-    """Good payloads to start from."""
+    """Good payloads to start from, with digests of old bits in all but those that overwrite."""
     generator = torch.Generator().manual_seed(0)
     found = []
     for dtype, operation in (
         (torch.int16, SparseOperation.XOR),
         (torch.bfloat16, SparseOperation.OVERWRITE),
         (torch.int8, SparseOperation.XOR),
+        (torch.bfloat16, SparseOperation.ADD),
     ):
         size = 600
         old = torch.randint(0, 99, (size,), generator=generator).to(torch.int16)

@@ -88,3 +88,6 @@ def test_the_good_payloads_are_good() -> None:
 
     for payload in CORPUS:
         assert len(decode_payload(payload, targets.LIMITS)) == 1
+        assert targets.checksummed(payload) == payload
+        damaged = payload[:10] + b"?" + payload[11:40] + b"?" + payload[41:]
+        assert targets.checksummed(damaged) == payload

@@ -45,7 +45,7 @@ class DiscoveredWeight:
     @functools.cached_property
     def is_whole(self) -> bool:
         """Whether plain copies bring all elements here, each from one box of the canonical tensor."""
-        boxes = {copy.boxes.source for copy in self.copies if copy.boxes is not None}
+        boxes = {copy.boxes.source.normalized for copy in self.copies if copy.boxes is not None}
         return sum(box.numel for box in boxes) == self.numel and not any(
             boxes_overlap(*pair) for pair in itertools.combinations(boxes, 2)
         )

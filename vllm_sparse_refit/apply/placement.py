@@ -39,6 +39,21 @@ class Box:
         reach = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
         return self.offset + reach + 1
 
+    @functools.cached_property
+    def normalized(self) -> Self:
+        """The same elements, written in one way only if the box is injective.
+
+        Largest stride first, no axis of one element, and neighbours that are contiguous with each other
+        merged.
+        """
+        merged: list[tuple[int, int]] = []
+        for size, stride in sorted(_axes(self), key=lambda axis: axis[1], reverse=True):
+            inner = size
+            if merged and merged[-1][1] == size * stride:
+                inner *= merged.pop()[0]
+            merged.append((inner, stride))
+        return type(self)(self.offset, tuple(n for n, _ in merged), tuple(s for _, s in merged))
+
     @property
     def is_injective(self) -> bool:
         """Whether a flat position decomposes into the box's coordinates in at most one way.

@@ -98,7 +98,7 @@ def _prior_bits(
         found: dict[Box, BitsDigest] = {}
         for copy, (low, high) in zip(weights[name].copies, sums, strict=False):
             assert copy.boxes is not None
-            box, digest = copy.boxes.source, BitsDigest(low, high)
+            box, digest = copy.boxes.source.normalized, BitsDigest(low, high)
             # Two copies of the same elements count once, if they hold the same.
             found[box] = digest if found.get(box, digest) == digest else BitsDigest(~low, high)
         expected = sum((part.prior for part in parts if part.prior), BitsDigest())

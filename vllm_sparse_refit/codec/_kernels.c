@@ -28,6 +28,9 @@ enum { ESCAPED_GAP = 255, ESCAPED_NIBBLE = 15, BLOCK_BYTES = 64, AHEAD_BYTES = 1
 /* A thread takes so many elements at a time, and is started for so many; past a few, memory is the limit. */
 enum { PIECE_ELEMENTS = 1 << 14, THREAD_ELEMENTS = 1 << 14, MOST_THREADS = 8 };
 
+/* Elements that are looked at twice while they are in the nearest cache. */
+enum { PIECE = 256 };
+
 /* --- arguments ------------------------------------------------------------------------------------ */
 
 static Py_ssize_t items(const Py_buffer *buffer) { return buffer->len / buffer->itemsize; }
@@ -44,6 +47,23 @@ static PyObject *refuse(const char *why) {
 static void release(Py_buffer *buffers, int count) {
   for (int i = 0; i < count; i++)
     if (buffers[i].obj != NULL) PyBuffer_Release(&buffers[i]);
+}
+
+/* --- hash ----------------------------------------------------------------------------------------- */
+
+/* A sum has no order, and what was added can be taken away: see digest.py. */
+
+static inline uint64_t mix(uint64_t x) {
+  x ^= x >> 32;
+  x *= 0xD6E8FEB86659FD93u;
+  x ^= x >> 32;
+  x *= 0xD6E8FEB86659FD93u;
+  return x ^ x >> 32;
+}
+
+static inline void add_element(uint64_t sum[2], uint64_t position, uint64_t bits) {
+  sum[0] += mix(position * 0x9E3779B97F4A7C15u + bits * 0xC2B2AE3D27D4EB4Fu + 0x165667B19E3779F9u);
+  sum[1] += mix(position * 0x85EBCA77C2B2AE63u + bits * 0xFF51AFD7ED558CCDu + 0x27D4EB2F165667C5u);
 }
 
 /* --- find_changes --------------------------------------------------------------------------------- */
@@ -126,52 +146,93 @@ DEFINE_AVX512_MASK(64)
 
 #endif /* X86 */
 
-#define PUT(T, L, i)                                   \
-  {                                                    \
-    T a, b;                                            \
-    memcpy(&a, old + (i) * sizeof(T), sizeof(T));      \
-    memcpy(&b, new + (i) * sizeof(T), sizeof(T));      \
-    locations[found] = (L)(begin + (i));               \
-    values[found] = operation == XOR ? (T)(a ^ b)      \
-                    : operation == ADD ? (T)(b - a)    \
-                                       : b;            \
+/* Old and new bits of an element beside each other. */
+#define DEFINE_PAIR(BITS, T, BOTH)                                 \
+  static inline void put_pair_##BITS(T *pair, T old, T new) {      \
+    BOTH both = (BOTH)(old | (BOTH)((BOTH)new << BITS));           \
+    memcpy(pair, &both, sizeof both);                              \
+  }
+
+DEFINE_PAIR(8, uint8_t, uint16_t)
+DEFINE_PAIR(16, uint16_t, uint32_t)
+DEFINE_PAIR(32, uint32_t, uint64_t)
+
+static inline void put_pair_64(uint64_t *pair, uint64_t old, uint64_t new) {
+  pair[0] = old;
+  pair[1] = new;
+}
+
+#define PUT(BITS, T, L, i)                               \
+  {                                                      \
+    T a, b;                                              \
+    memcpy(&a, old + (i) * sizeof(T), sizeof(T));        \
+    memcpy(&b, new + (i) * sizeof(T), sizeof(T));        \
+    locations[found] = (L)(begin + (i));                 \
+    put_pair_##BITS(pairs + 2 * found, a, b);            \
   }
 
 /* Appends the changed elements of a block. Most blocks have none, one or two, in no order that a
  * processor could guess, so two are put without asking and count only if they are there. What is put
- * in vain lies within the outputs, since no more than `at` elements were found before. */
-#define EMIT(ISA, T, L)                                         \
+ * in vain lies within the outputs, since no more than `at` elements were found before. That makes
+ * stores dear, and so both bits take one; what becomes of them is computed for what was found only. */
+#define EMIT(ISA, BITS, T, L)                                   \
   for (int sure = 0; sure < 2; sure++) {                        \
     Py_ssize_t i = at + first_##ISA(mask);                      \
-    PUT(T, L, i)                                                \
+    PUT(BITS, T, L, i)                                          \
     found += mask != 0;                                         \
     mask &= mask - 1;                                           \
   }                                                             \
   while (mask) {                                                \
     Py_ssize_t i = at + __builtin_ctzll(mask);                  \
-    PUT(T, L, i)                                                \
+    PUT(BITS, T, L, i)                                          \
     found++;                                                    \
     mask &= mask - 1;                                           \
   }
 
+#define VALUE(T, operation, old, new) \
+  ((operation) == XOR ? (T)((old) ^ (new)) : (operation) == ADD ? (T)((new) - (old)) : (new))
+
+/* Makes values of pairs, in place, and with `prior` the digest of the old bits. In pieces, so that the
+ * compiler sees that nothing overlaps and uses vectors. */
+#define DEFINE_VALUES_OF_PAIRS(ISA, ATTRIBUTE, BITS, T, LBITS, L)                              \
+  ATTRIBUTE static void values_of_pairs_##ISA##_##BITS##_##LBITS(                              \
+      T *values, Py_ssize_t n, int operation, const L *locations, uint64_t prior[2]) {         \
+    uint64_t sum[2] = {0, 0};                                                                  \
+    for (Py_ssize_t at = 0; at < n; at += PIECE) {                                             \
+      int size = n - at < PIECE ? (int)(n - at) : PIECE;                                       \
+      T pairs[2 * PIECE], old[PIECE];                                                          \
+      memcpy(pairs, values + 2 * at, 2 * size * sizeof(T));                                    \
+      for (int i = 0; i < size; i++) {                                                         \
+        old[i] = pairs[2 * i];                                                                 \
+        values[at + i] = VALUE(T, operation, pairs[2 * i], pairs[2 * i + 1]);                  \
+      }                                                                                        \
+      for (int i = 0; prior && i < size; i++)                                                  \
+        add_element(sum, (uint64_t)locations[at + i], old[i]);                                 \
+    }                                                                                          \
+    if (prior) memcpy(prior, sum, sizeof sum);                                                 \
+  }
+
+/* `to_values` has room for two of each element. With `prior`, that takes the digest of the old bits. */
 #define DEFINE_FIND(ISA, ATTRIBUTE, BITS, T, LBITS, L)                                    \
+  DEFINE_VALUES_OF_PAIRS(ISA, ATTRIBUTE, BITS, T, LBITS, L)                               \
   ATTRIBUTE static Py_ssize_t find_##ISA##_##BITS##_##LBITS(                              \
       const uint8_t *old, const uint8_t *new, Py_ssize_t n, int operation, int64_t begin, \
-      void *to_locations, void *to_values) {                                              \
+      void *to_locations, void *to_values, uint64_t prior[2]) {                           \
     L *locations = to_locations;                                                          \
-    T *values = to_values;                                                                \
+    T *pairs = to_values;                                                                 \
     Py_ssize_t found = 0, at = 0, step = BLOCK_BYTES / sizeof(T);                         \
     for (; at + step <= n; at += step) {                                                  \
       __builtin_prefetch(old + at * sizeof(T) + AHEAD_BYTES);                             \
       __builtin_prefetch(new + at * sizeof(T) + AHEAD_BYTES);                             \
       uint64_t mask = mask_##ISA##_##BITS(old + at * sizeof(T), new + at * sizeof(T));    \
-      EMIT(ISA, T, L)                                                                     \
+      EMIT(ISA, BITS, T, L)                                                               \
     }                                                                                     \
     for (; at < n; at++)                                                                  \
       if (memcmp(old + at * sizeof(T), new + at * sizeof(T), sizeof(T)) != 0) {           \
-        PUT(T, L, at)                                                                     \
+        PUT(BITS, T, L, at)                                                               \
         found++;                                                                          \
       }                                                                                   \
+    values_of_pairs_##ISA##_##BITS##_##LBITS(pairs, found, operation, locations, prior);  \
     return found;                                                                         \
   }
 
@@ -186,7 +247,7 @@ DEFINE_AVX512_MASK(64)
   DEFINE_FIND(ISA, ATTRIBUTE, 64, uint64_t, 64, int64_t)
 
 typedef Py_ssize_t (*find_function)(const uint8_t *, const uint8_t *, Py_ssize_t, int, int64_t, void *,
-                                    void *);
+                                    void *, uint64_t[2]);
 
 #define FINDS(ISA)                                          \
   {                                                         \
@@ -246,8 +307,8 @@ static PyObject *find_changes(PyObject *self, PyObject *args) {
   Py_ssize_t width = b[0].itemsize, n = items(&b[0]);
   if (!is_integer_width(width) || b[1].itemsize != width || b[3].itemsize != width || b[1].len != b[0].len)
     refuse("the two arrays and the values must have one width and the arrays one length");
-  else if ((b[2].itemsize != 4 && b[2].itemsize != 8) || items(&b[2]) < n || items(&b[3]) < n)
-    refuse("locations must be int32 or int64, and both outputs as long as the arrays");
+  else if ((b[2].itemsize != 4 && b[2].itemsize != 8) || items(&b[2]) < n || items(&b[3]) / 2 < n)
+    refuse("locations must be int32 or int64 and as many as the arrays have elements, values twice as many");
   else if (operation < XOR || operation > ADD)
     refuse("unknown operation");
   else if (begin < 0 || (n > 0 && begin > (b[2].itemsize == 4 ? INT32_MAX : INT64_MAX) - (n - 1)))
@@ -256,7 +317,7 @@ static PyObject *find_changes(PyObject *self, PyObject *args) {
     Py_ssize_t found;
     Py_BEGIN_ALLOW_THREADS
     found = finds[log2_width(width)][b[2].itemsize == 8](b[0].buf, b[1].buf, n, operation, begin, b[2].buf,
-                                                         b[3].buf);
+                                                         b[3].buf, NULL);
     Py_END_ALLOW_THREADS
     result = PyLong_FromSsize_t(found);
   }
@@ -275,7 +336,9 @@ static PyObject *find_changes(PyObject *self, PyObject *args) {
       if (locations[i] <= locations[i - 1]) return -1;                                                 \
       uint64_t gap = (uint64_t)locations[i] - (uint64_t)locations[i - 1] - 1;                          \
       gaps[i - 1] = gap < ESCAPED_GAP ? (uint8_t)gap : ESCAPED_GAP;                                    \
-      if (gap >= ESCAPED_GAP) wide[escaped++] = gap - ESCAPED_GAP;                                     \
+      /* Put without asking, and counted only if it is one: which are cannot be guessed. */            \
+      wide[escaped] = gap - ESCAPED_GAP;                                                               \
+      escaped += gap >= ESCAPED_GAP;                                                                   \
     }                                                                                                  \
     return escaped;                                                                                    \
   }                                                                                                    \
@@ -567,9 +630,9 @@ static PyObject *code_changes(PyObject *self, PyObject *args) {
   if (!is_integer_width(width) || b[1].itemsize != width || b[3].itemsize != width ||
       b[7].itemsize != width || b[1].len != b[0].len)
     refuse("the two arrays, values and escapes must have one width and the arrays one length");
-  else if ((b[2].itemsize != 4 && b[2].itemsize != 8) || items(&b[2]) < n || items(&b[3]) < n ||
+  else if ((b[2].itemsize != 4 && b[2].itemsize != 8) || items(&b[2]) < n || items(&b[3]) / 2 < n ||
            items(&b[7]) < n)
-    refuse("locations must be int32 or int64, and all outputs as long as the arrays");
+    refuse("locations must be int32 or int64, all outputs as long as the arrays and values twice as long");
   else if (b[4].itemsize != 1 || b[5].itemsize != 8 || b[6].itemsize != 1 || items(&b[4]) < n ||
            items(&b[5]) < n || items(&b[6]) < (n + 1) / 2)
     refuse("gaps and nibbles must be uint8, wide gaps uint64, and all outputs long enough");
@@ -579,9 +642,10 @@ static PyObject *code_changes(PyObject *self, PyObject *args) {
     refuse("the locations do not fit their dtype");
   else {
     Py_ssize_t found, wide = 0, escaped = 0;
+    uint64_t prior[2] = {0, 0};
     Py_BEGIN_ALLOW_THREADS
     found = finds[log2_width(width)][b[2].itemsize == 8](b[0].buf, b[1].buf, n, operation, begin, b[2].buf,
-                                                         b[3].buf);
+                                                         b[3].buf, operation == OVERWRITE ? NULL : prior);
     if (found > 0) {
       wide = b[2].itemsize == 4 ? write_gaps_32(b[2].buf, found, b[4].buf, b[5].buf)
                                 : write_gaps_64(b[2].buf, found, b[4].buf, b[5].buf);
@@ -593,7 +657,8 @@ static PyObject *code_changes(PyObject *self, PyObject *args) {
       }
     }
     Py_END_ALLOW_THREADS
-    result = Py_BuildValue("nnn", found, wide, escaped);
+    result = Py_BuildValue("nnnKK", found, wide, escaped, (unsigned long long)prior[0],
+                           (unsigned long long)prior[1]);
   }
   release(b, 8);
   return result;
@@ -934,21 +999,6 @@ static PyObject *count_different(PyObject *self, PyObject *args) {
 }
 
 /* --- digest --------------------------------------------------------------------------------------- */
-
-/* A sum has no order, and what was added can be taken away: see digest.py. */
-
-static inline uint64_t mix(uint64_t x) {
-  x ^= x >> 32;
-  x *= 0xD6E8FEB86659FD93u;
-  x ^= x >> 32;
-  x *= 0xD6E8FEB86659FD93u;
-  return x ^ x >> 32;
-}
-
-static inline void add_element(uint64_t sum[2], uint64_t position, uint64_t bits) {
-  sum[0] += mix(position * 0x9E3779B97F4A7C15u + bits * 0xC2B2AE3D27D4EB4Fu + 0x165667B19E3779F9u);
-  sum[1] += mix(position * 0x85EBCA77C2B2AE63u + bits * 0xFF51AFD7ED558CCDu + 0x27D4EB2F165667C5u);
-}
 
 #define DEFINE_DIGEST(BITS, T)                                                                        \
   static void digest_run_##BITS(const T *bits, Py_ssize_t n, uint64_t begin, uint64_t sum[2]) {       \

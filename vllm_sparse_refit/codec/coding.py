@@ -1,6 +1,5 @@
 """Deltas as the numbers that payloads hold: gaps, nibbles and codes (``docs/wire-format.md``)."""
 
-import math
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
@@ -11,13 +10,13 @@ import torch
 from vllm_sparse_refit.codec import kernels
 from vllm_sparse_refit.codec.delta import (
     KERNEL_OPERATIONS,
+    Chunk,
     SparseOperation,
     TensorDelta,
     changed_elements,
-    is_dense,
-    location_dtype,
     make_delta,
 )
+from vllm_sparse_refit.codec.digest import BitsDigest
 from vllm_sparse_refit.codec.dtypes import bits_dtype
 from vllm_sparse_refit.codec.wire import Row
 from vllm_sparse_refit.errors import PayloadError
@@ -88,46 +87,54 @@ def code_changes(  # noqa: PLR0917 - as make_delta
     Args, None and errors are those of :func:`make_delta`.
     """
     if old_bits.device.type == "cpu" == new_bits.device.type and not every_element:
-        found = kernels.code_changes(
-            old_bits.numpy(),
-            new_bits.numpy(),
-            KERNEL_OPERATIONS[operation],
-            begin,
-            _SIGNED[location_dtype(math.prod(shape))],
-        )
-        count = found.locations.size
-        if not count:
-            return None
-        first, last = int(found.locations[0]), int(found.locations[-1])
-        if not is_dense(count, last + 1 - first, dtype):
-            nibbles, codes = found.nibbles, found.escapes
-            if not nibbles.size or not _worth_nibbles(codes.size, count):
-                nibbles, codes = NO_BYTES, found.codes
-            row = Row(
-                name=name,
-                shape=shape,
-                dtype=dtype,
-                operation=operation,
-                begin=begin,
-                end=begin + old_bits.numel(),
-                first=first,
-                count=count,
-                has_gaps=True,
-                has_nibbles=nibbles.size > 0,
-            )
-            codes = codes.view(UNSIGNED[dtype.itemsize])
-            return CodedDelta(
-                row=row,
-                gaps=found.gaps.copy(),
-                wide=found.wide.copy(),
-                nibbles=nibbles.copy(),
-                codes=codes.copy(),
-                changed=count,
-            )
+        return _code_on_cpu(Chunk(name, shape, dtype, operation, begin, old_bits, new_bits))
     delta = make_delta(
         name, shape, dtype, operation, begin, old_bits, new_bits, every_element=every_element
     )
     return None if delta is None else CodedDelta.of(delta)
+
+
+def _code_on_cpu(chunk: Chunk) -> CodedDelta | None:
+    found = kernels.code_changes(
+        chunk.old_bits.contiguous().numpy(),
+        chunk.new_bits.contiguous().numpy(),
+        KERNEL_OPERATIONS[chunk.operation],
+        chunk.begin,
+        _SIGNED[chunk.location_dtype],
+    )
+    count = found.locations.size
+    if not count:
+        return None
+    first, last = int(found.locations[0]), int(found.locations[-1])
+    has_prior = chunk.operation is not SparseOperation.OVERWRITE
+    prior = BitsDigest(*found.prior) if has_prior else None
+    span = range(first, last + 1)
+    if chunk.sends_run(count, span):
+        return CodedDelta.of(chunk.run(span, prior if count == len(span) else None))
+    nibbles, codes = found.nibbles, found.escapes
+    if not nibbles.size or not _worth_nibbles(codes.size, count):
+        nibbles, codes = NO_BYTES, found.codes
+    row = Row(
+        name=chunk.name,
+        shape=chunk.shape,
+        dtype=chunk.dtype,
+        operation=chunk.operation,
+        begin=chunk.begin,
+        end=chunk.end,
+        first=first,
+        count=count,
+        has_gaps=True,
+        has_nibbles=nibbles.size > 0,
+        prior=prior,
+    )
+    return CodedDelta(
+        row=row,
+        gaps=found.gaps.copy(),
+        wide=found.wide.copy(),
+        nibbles=nibbles.copy(),
+        codes=codes.view(UNSIGNED[chunk.dtype.itemsize]).copy(),
+        changed=count,
+    )
 
 
 def _worth_nibbles(escaped: int, codes: int) -> bool:

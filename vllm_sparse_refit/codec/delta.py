@@ -46,8 +46,8 @@ class TensorDelta:
             of :func:`location_dtype`, or a ``range`` of step 1.
         values: 1-D CPU tensor of ``bits_dtype(dtype)``, as long as ``locations``: the bits to xor
             in, the new bits, or the integer to add to the bits (wrapping around).
-        prior: Digest of the bits before the change at ``locations``; None where it is not known, and for
-            overwrites, which do not build on them.
+        prior: Digest of (flat position, bits before) of exactly the elements at ``locations``. None
+            for ``OVERWRITE``, which builds on nothing, and where it is not known.
     """
 
     name: str
@@ -80,7 +80,8 @@ def make_delta(  # noqa: PLR0917 - what a delta is, in the order of its fields
     """The delta that leads from ``old_bits`` to ``new_bits``, or None if there is nothing to send.
 
     Where nearly all elements changed, the few others between the first and the last are sent with
-    them, since their locations would cost more than their values.
+    them, since their locations would cost more than their values. A delta that builds on the old bits
+    carries their digest.
 
     Args:
         name: The tensor's checkpoint name.
@@ -97,31 +98,107 @@ def make_delta(  # noqa: PLR0917 - what a delta is, in the order of its fields
         TensorMismatchError: the chunks do not match each other or the dtype, or every element of an
             xor is asked for.
     """
-    if old_bits.dtype != bits_dtype(dtype):
-        raise TensorMismatchError(
-            f"the bits of {name!r} ({dtype}) must be {bits_dtype(dtype)}, not {old_bits.dtype}"
-        )
-    if every_element and operation is not SparseOperation.OVERWRITE:
-        raise TensorMismatchError(f"every element of {name!r} can only be overwritten")
-    end = begin + new_bits.numel()
+    chunk = Chunk(name, shape, dtype, operation, begin, old_bits, new_bits)
     if every_element:
-        if begin == end:
-            return None
-        new_bits = new_bits.to("cpu", copy=True)
-        return TensorDelta(name, shape, dtype, operation, begin, end, range(begin, end), new_bits)
-    wide = location_dtype(math.prod(shape)) is torch.int64
-    locations, values = find_changes(old_bits, new_bits, operation, begin=begin, wide=wide)
-    if not locations.numel():
+        if operation is not SparseOperation.OVERWRITE:
+            raise TensorMismatchError(f"every element of {name!r} can only be overwritten")
+        return chunk.run(range(begin, chunk.end)) if begin < chunk.end else None
+    wide = chunk.location_dtype is torch.int64
+    locations, values = _find(old_bits, new_bits, operation, begin, wide)
+    count = locations.numel()
+    if not count:
         return None
-    first, last = int(locations[0]), int(locations[-1])
-    span = range(first, last + 1)
-    if len(span) == locations.numel():
-        return TensorDelta(name, shape, dtype, operation, begin, end, span, values)
-    if operation is not SparseOperation.OVERWRITE and is_dense(locations.numel(), len(span), dtype):
-        inside = slice(first - begin, last + 1 - begin)
-        every = _difference(old_bits[inside], new_bits[inside], operation).cpu()
-        return TensorDelta(name, shape, dtype, operation, begin, end, span, every)
-    return TensorDelta(name, shape, dtype, operation, begin, end, locations, values)
+    on_host = locations.cpu()
+    span = range(int(on_host[0]), int(on_host[-1]) + 1)
+    if chunk.sends_run(count, span):
+        return chunk.run(span)
+    return chunk.delta(on_host, values.cpu(), chunk.prior(locations))
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """A stretch of a tensor before and after a change, from which a delta is made.
+
+    Attributes are the arguments of :func:`make_delta`.
+
+    Raises:
+        TensorMismatchError: the old bits are not those of the dtype.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    operation: SparseOperation
+    begin: int
+    old_bits: torch.Tensor
+    new_bits: torch.Tensor
+
+    def __post_init__(self) -> None:
+        wanted, found = bits_dtype(self.dtype), self.old_bits.dtype
+        if found != wanted:
+            raise TensorMismatchError(
+                f"the bits of {self.name!r} ({self.dtype}) must be {wanted}, not {found}"
+            )
+
+    @property
+    def end(self) -> int:
+        """One past its last flat position."""
+        return self.begin + self.new_bits.numel()
+
+    @property
+    def location_dtype(self) -> torch.dtype:
+        """dtype of locations in its tensor."""
+        return location_dtype(math.prod(self.shape))
+
+    def sends_run(self, changed: int, span: range) -> bool:
+        """Whether all elements of ``span``, from the first that changed to the last, are sent."""
+        if changed == len(span):
+            return True
+        # What is overwritten with the bits that it had would count as a change.
+        may = self.operation is not SparseOperation.OVERWRITE
+        return may and is_dense(changed, len(span), self.dtype)
+
+    def run(self, locations: range, prior: BitsDigest | None = None) -> TensorDelta:
+        """The delta of all elements in a range, changed or not.
+
+        Args:
+            locations: Which.
+            prior: As :meth:`prior` computes it, if it is known.
+        """
+        inside = slice(locations.start - self.begin, locations.stop - self.begin)
+        values = _difference(self.old_bits[inside], self.new_bits[inside], self.operation)
+        is_view = self.operation is SparseOperation.OVERWRITE
+        values = values.to("cpu", copy=is_view)
+        return self.delta(locations, values, self.prior(locations) if prior is None else prior)
+
+    def delta(
+        self, locations: torch.Tensor | range, values: torch.Tensor, prior: BitsDigest | None
+    ) -> TensorDelta:
+        """A delta of these elements."""
+        return TensorDelta(
+            name=self.name,
+            shape=self.shape,
+            dtype=self.dtype,
+            operation=self.operation,
+            begin=self.begin,
+            end=self.end,
+            locations=locations,
+            values=values,
+            prior=prior,
+        )
+
+    def prior(self, locations: torch.Tensor | range) -> BitsDigest | None:
+        """The digest of the old bits at some locations, computed where they are.
+
+        Args:
+            locations: A range, or a tensor on the device of the bits.
+        """
+        if self.operation is SparseOperation.OVERWRITE:
+            return None
+        if isinstance(locations, range):
+            inside = slice(locations.start - self.begin, locations.stop - self.begin)
+            return BitsDigest.of(self.old_bits[inside].contiguous(), locations)
+        return BitsDigest.of(self.old_bits[locations.to(torch.int64) - self.begin], locations)
 
 
 def is_dense(changed: int, span: int, dtype: torch.dtype) -> bool:
@@ -157,6 +234,18 @@ def find_changes(
     Raises:
         TensorMismatchError: the inputs differ in shape, dtype or device, or are not 1-D.
     """
+    locations, values = _find(old_bits, new_bits, operation, begin, wide)
+    return locations.cpu(), values.cpu()
+
+
+def _find(
+    old_bits: torch.Tensor,
+    new_bits: torch.Tensor,
+    operation: SparseOperation,
+    begin: int,
+    wide: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`find_changes`, with results that stay where the inputs are."""
     if (
         old_bits.ndim != 1
         or old_bits.shape != new_bits.shape
@@ -183,7 +272,7 @@ def _find_changes_on_device(
     positions = (old != new).nonzero().squeeze(1)
     values = _difference(old[positions], new[positions], operation)
     locations = (positions + begin).to(torch.int64 if wide else torch.int32)
-    return locations.cpu(), values.cpu()
+    return locations, values
 
 
 def _difference(old: torch.Tensor, new: torch.Tensor, operation: SparseOperation) -> torch.Tensor:

@@ -80,7 +80,7 @@ def find_changes(
         Ascending locations ``[k]`` and the values at them ``[k]``, of the inputs' dtype.
     """
     locations = scratch("locations", old.size, location_dtype)
-    values = scratch("values", old.size, old.dtype)
+    values = scratch("values", 2 * old.size, old.dtype)  # old and new bits before they are values
     found = _loops.find_changes(old, new, operation, begin, locations, values)
     return locations[:found].copy(), values[:found].copy()
 
@@ -95,6 +95,8 @@ class CodedChanges:
         gaps, wide: As from :func:`encode_gaps`.
         nibbles, escapes: As from :func:`encode_nibbles`; empty for ``OVERWRITE``, and of the right sizes
             but meaningless where more than half of the codes escape.
+        prior: Both halves of the digest (``digest.py``) of the elements at ``locations`` in the old
+            array; of no element for ``OVERWRITE``.
     """
 
     locations: _Array
@@ -103,6 +105,7 @@ class CodedChanges:
     wide: _Array
     nibbles: _Array
     escapes: _Array
+    prior: tuple[int, int]
 
 
 def code_changes(
@@ -115,11 +118,11 @@ def code_changes(
     """:func:`find_changes`, and all codes of what it finds, in one call."""
     size = old.size
     locations = scratch("locations", size, location_dtype)
-    codes = scratch("values", size, old.dtype)
+    codes = scratch("values", 2 * size, old.dtype)
     gaps, wide = scratch("gaps", size, np.uint8), scratch("wide", size, np.uint64)
     nibbles = scratch("nibbles", (size + 1) // 2, np.uint8)
     escapes = scratch("escapes", size, old.dtype)
-    found, used, escaped = _loops.code_changes(
+    found, used, escaped, low, high = _loops.code_changes(
         old, new, operation, begin, locations, codes, gaps, wide, nibbles, escapes
     )
     pairs = 0 if operation == OVERWRITE else (found + 1) // 2
@@ -130,6 +133,7 @@ def code_changes(
         wide[:used],
         nibbles[:pairs],
         escapes[:escaped],
+        (low, high),
     )
 
 
@@ -187,11 +191,9 @@ def encode_nibbles(codes: _Array, nibbles: _Array, escapes: _Array) -> int:
     return int(_loops.write_nibbles(codes, nibbles, escapes))
 
 
-def count_escaped_nibbles(nibbles: _Array, count: int) -> int:
-    """How many of the first ``count`` nibbles say that their code is kept elsewhere."""
+def count_escaped_nibbles(nibbles: _Array) -> int:
+    """How many nibbles say that their code is kept elsewhere; the unused half of a last byte is 0."""
     high = int(np.count_nonzero(nibbles >= ESCAPED_NIBBLE << 4))
-    if count % 2 and nibbles[-1] >= ESCAPED_NIBBLE << 4:
-        high -= 1  # the unused half of the last byte
     return high + int(np.count_nonzero(nibbles & 15 == ESCAPED_NIBBLE))
 
 

@@ -195,6 +195,7 @@ def decode_payload(body: Buffer, limits: DecodeLimits) -> list[TensorDelta]:
                 end=row.end,
                 locations=locations,
                 values=_read_values(row, nibbles, codes),
+                prior=row.prior,
             )
         )
     for planes in (wide, codes):
@@ -352,7 +353,11 @@ def _read_values(row: Row, nibbles: _Cursor, planes: _Planes) -> torch.Tensor:
     dtype = UNSIGNED[row.dtype.itemsize]
     if row.has_nibbles:
         content = nibbles.take(row.nibble_bytes)
-        escaped = kernels.count_escaped_nibbles(content, row.count)
+        if row.count % 2 and content[-1] >> 4:
+            raise PayloadError(
+                f"the delta of {row.name!r} has bits in a half byte that it does not use"
+            )
+        escaped = kernels.count_escaped_nibbles(content)
         codes = kernels.decode_nibbles(content, planes.take(escaped, dtype), row.count)
     else:
         codes = planes.take(row.count, dtype)

@@ -66,19 +66,20 @@ def code_changes(  # noqa: PLR0917
     nibbles: _Array,
     escapes: _Array,
     /,
-) -> tuple[int, int, int]:
+) -> tuple[int, int, int, int, int]:
     found = find_changes(old, new, operation, begin, locations, values)
     if not found:
-        return 0, 0, 0
-    escaped = 0
+        return 0, 0, 0, 0, 0
+    escaped = low = high = 0
     used = write_gaps(locations[:found], gaps[: found - 1], wide)
     if operation == _ADD:
         zigzag(values[:found].copy(), values[:found])
     if operation != _OVERWRITE:
+        low, high = digest_places(old.take(locations[:found] - begin), locations[:found])
         escaped = int(np.count_nonzero(_unsigned(values[:found]) >= _ESCAPED_NIBBLE))
         if escaped <= found // 2:  # where most codes escape, nibbles are not used
             write_nibbles(values[:found], nibbles[: (found + 1) // 2], escapes)
-    return found, used, escaped
+    return found, used, escaped, low, high
 
 
 def write_gaps(locations: _Array, gaps: _Array, wide: _Array, /) -> int:

@@ -15,6 +15,7 @@ import torch
 import xxhash
 
 from vllm_sparse_refit.codec.delta import SparseOperation, TensorDelta, location_dtype
+from vllm_sparse_refit.codec.digest import BitsDigest
 from vllm_sparse_refit.errors import ChecksumError, PayloadError
 
 Buffer = bytes | bytearray | memoryview
@@ -47,6 +48,8 @@ SECTION_BYTES: Final = _SECTION.size
 _ROW: Final = struct.Struct("<QQQQHBBBB")
 _HAS_GAPS: Final = 1
 _HAS_NIBBLES: Final = 2
+_HAS_PRIOR: Final = 4
+_PRIOR: Final = struct.Struct("<QQ")
 
 _DTYPE_CODES: Final = {
     torch.bool: 1,
@@ -230,7 +233,7 @@ class Row:
     """One row of the table: a delta less its locations and values. Checks itself.
 
     Attributes:
-        name, shape, dtype, operation, begin, end: As in :class:`TensorDelta`.
+        name, shape, dtype, operation, begin, end, prior: As in :class:`TensorDelta`.
         first: The first location, absolute.
         count: Number of elements.
         has_gaps: Whether ``count - 1`` gaps follow the first location; otherwise the locations are
@@ -248,6 +251,7 @@ class Row:
     count: int
     has_gaps: bool
     has_nibbles: bool
+    prior: BitsDigest | None = None
 
     def __post_init__(self) -> None:
         numel = self._checked_numel()
@@ -258,6 +262,11 @@ class Row:
         last = self.first + (0 if self.has_gaps else self.count - 1)
         if not self.begin <= self.first <= last < self.end:
             self._refuse(f"has a location outside its span [{self.begin}, {self.end})")
+        if self.operation is SparseOperation.OVERWRITE:
+            if self.has_nibbles:
+                self._refuse("has nibbles, which an overwrite never has")
+            if self.prior is not None:
+                self._refuse("has a digest of bits that it overwrites, and builds on none")
 
     def _checked_numel(self) -> int:
         if len(self.shape) > MAX_DIMENSIONS:
@@ -309,6 +318,7 @@ class Row:
             count=len(delta.locations),
             has_gaps=has_gaps,
             has_nibbles=has_nibbles,
+            prior=delta.prior,
         )
 
     def pack(self) -> bytes:
@@ -326,10 +336,16 @@ class Row:
             len(name),
             _DTYPE_CODES[self.dtype],
             _OPERATION_CODES[self.operation],
-            _HAS_GAPS * self.has_gaps | _HAS_NIBBLES * self.has_nibbles,
+            self._flags,
             len(self.shape),
         )
-        return fixed + struct.pack(f"<{len(self.shape)}Q", *self.shape) + name
+        prior = b"" if self.prior is None else _PRIOR.pack(self.prior.low, self.prior.high)
+        return fixed + prior + struct.pack(f"<{len(self.shape)}Q", *self.shape) + name
+
+    @property
+    def _flags(self) -> int:
+        has_prior = self.prior is not None
+        return _HAS_GAPS * self.has_gaps | _HAS_NIBBLES * self.has_nibbles | _HAS_PRIOR * has_prior
 
 
 def encode_name(name: str) -> bytes:
@@ -385,13 +401,14 @@ def _read_row(table: memoryview, at: int, number: int) -> tuple[Row, int]:
         raise PayloadError(
             f"delta {number} has a name of {name_bytes} bytes; 1 to {MAX_NAME_BYTES} are possible"
         )
+    prior = BitsDigest(*_PRIOR.unpack(take(_PRIOR.size))) if flags & _HAS_PRIOR else None
     shape = struct.unpack(f"<{dimensions}Q", take(8 * dimensions))
     name = _decode_name(take(name_bytes), number)
     if dtype not in _DTYPES:
         raise PayloadError(f"the delta of {name!r} has the unknown dtype code {dtype}")
     if operation not in _OPERATIONS:
         raise PayloadError(f"the delta of {name!r} has the unknown operation code {operation}")
-    if flags & ~(_HAS_GAPS | _HAS_NIBBLES):
+    if flags & ~(_HAS_GAPS | _HAS_NIBBLES | _HAS_PRIOR):
         raise PayloadError(f"the delta of {name!r} has the unknown flags {flags:#x}")
     row = Row(
         name=name,
@@ -404,6 +421,7 @@ def _read_row(table: memoryview, at: int, number: int) -> tuple[Row, int]:
         count=count,
         has_gaps=bool(flags & _HAS_GAPS),
         has_nibbles=bool(flags & _HAS_NIBBLES),
+        prior=prior,
     )
     return row, at
 
