@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from vllm_sparse_refit.apply.storage import storage_bits
-from vllm_sparse_refit.apply.writer import WeightWriter, Write
+from vllm_sparse_refit.apply.writer import WeightWriter, Write, digest_targets
 from vllm_sparse_refit.codec.delta import apply_delta
+from vllm_sparse_refit.codec.digest import BitsDigest
 from vllm_sparse_refit.codec.dtypes import bits_view
 from vllm_sparse_refit.codec.payload import DecodeLimits, decode_payload
 from vllm_sparse_refit.config import SyncConfig
@@ -119,12 +120,21 @@ def commit(old: Weights, new: Weights, bodies: list[bytes], runs: int) -> dict[s
 
     def once() -> None:
         writer = WeightWriter(sample_limit=64)
-        writer.write(
-            [Write(storage_bits(held[d.name]), d.operation, d.locations, d.values) for d in deltas]
-        )
+        writer.write(writes())
         if writer.verify()[1]:
             raise SystemExit("the writer's own samples differ")
         undo.append(writer)
+
+    def check_prior() -> None:
+        digests = digest_targets(writes())
+        found = {BitsDigest(low, high) for low, high in digests.tolist()}
+        if found != {delta.prior for delta in deltas}:
+            raise SystemExit("the digests of the prior bits differ")
+
+    def writes() -> list[Write]:
+        return [
+            Write(storage_bits(held[d.name]), d.operation, d.locations, d.values) for d in deltas
+        ]
 
     def dense() -> None:
         for name, tensor in on_host.items():
@@ -135,8 +145,13 @@ def commit(old: Weights, new: Weights, bodies: list[bytes], runs: int) -> dict[s
         undo.pop().roll_back()
         require_equal(held, old)
 
+    prior_s = median_seconds(check_prior, runs)
     seconds = median_seconds(once, runs, between=back)
-    return {"commit_s": seconds, "dense_copy_from_pinned_host_s": median_seconds(dense, runs)}
+    return {
+        "prior_check_s": prior_s,
+        "commit_s": seconds,
+        "dense_copy_from_pinned_host_s": median_seconds(dense, runs),
+    }
 
 
 def median_seconds(

@@ -1,6 +1,7 @@
 """Writes into live storages: what they write, how they are taken back, and how many there are."""
 
 import contextlib
+import dataclasses
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from vllm_sparse_refit.apply.storage import storage_bits
 from vllm_sparse_refit.apply.writer import WeightWriter, Write
 from vllm_sparse_refit.codec import kernels
 from vllm_sparse_refit.codec.delta import SparseOperation
+from vllm_sparse_refit.codec.digest import BitsDigest
 
 XOR, OVERWRITE, ADD = SparseOperation.XOR, SparseOperation.OVERWRITE, SparseOperation.ADD
 ELEMENTS = 10_000
@@ -162,3 +164,20 @@ def test_on_a_device_operations_grow_with_parameters_not_with_deltas(payloads: i
     for parameter, joined in zip(parameters, merged, strict=True):
         own = [w for w in writes if w.storage.data_ptr() == parameter.data_ptr()]
         assert torch.equal(by_hand(parameter, [joined]), by_hand(parameter, own))
+
+
+@pytest.mark.usefixtures("_as_on_a_device")
+def test_digests_on_a_device_are_those_of_the_compiled_loops() -> None:
+    storage = random_bits(ELEMENTS)
+    writes = random_writes(storage, 5)
+    canonical = torch.randint(0, 2**40, (100,))
+    writes += [dataclasses.replace(w, canonical=canonical) for w in writes[:4]]
+    writes.append(Write(storage, ADD, torch.empty(0, dtype=torch.int32), random_bits(0)))
+    writes.append(Write(storage, ADD, range(5, 5), random_bits(0)))
+    writes = [w for w in writes if not (isinstance(w.locations, range) and w.locations.start < 0)]
+    expected = writer_module.digest_targets(writes)
+    on_device = [BitsDigest.of_halves(writer_module._digest_on_device(write)) for write in writes]
+    assert [(digest.low, digest.high) for digest in on_device] == [
+        tuple(e) for e in expected.tolist()
+    ]
+    assert len(set(on_device)) == len(writes) - 1  # two are those of nothing

@@ -1,5 +1,6 @@
 """The trainer's and the worker's work on a GPU, against the same work on the CPU."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from vllm_sparse_refit.apply.storage import storage_bits
-from vllm_sparse_refit.apply.writer import WeightWriter, Write
+from vllm_sparse_refit.apply.writer import WeightWriter, Write, digest_targets
 from vllm_sparse_refit.codec.delta import SparseOperation, apply_delta, find_changes, make_delta
 from vllm_sparse_refit.codec.digest import BitsDigest, box_digest, digest_on_device
 from vllm_sparse_refit.codec.dtypes import bits_view
@@ -230,6 +231,23 @@ def test_writes_are_those_on_the_cpu_and_roll_back() -> None:
     assert writers[0].elements_written == writers[1].elements_written
     writers[1].roll_back()
     assert torch.equal(bits_view(on_device).cpu(), bits_view(parameter))
+
+
+def test_digests_of_targets_are_those_on_the_cpu() -> None:
+    parameter = torch.randint(-(2**15), 2**15, (10_000,), dtype=torch.int16)
+    found = []
+    for storage in (parameter, parameter.cuda()):
+        writes = random_writes(storage_bits(storage), 3)
+        canonical = torch.arange(100) * 10**10
+        writes += [dataclasses.replace(write, canonical=canonical) for write in writes[:3]]
+        found.append(digest_targets(writes).tolist())
+    assert found[0] == found[1]
+
+
+def test_storages_on_the_gpu_are_digested_there() -> None:
+    parameter = torch.randint(-(2**15), 2**15, (3 << 20,), dtype=torch.int16)
+    flat = box_digest(parameter, 0, parameter.shape, (1,))
+    assert box_digest(parameter.cuda(), 0, parameter.shape, (1,)) == flat
 
 
 def test_a_commit_waits_for_the_device_once_at_most() -> None:

@@ -68,4 +68,4 @@ def _digest(storage: torch.Tensor) -> BitsDigest:
 
 
 def _digest_at(bits: torch.Tensor, positions: torch.Tensor) -> BitsDigest:
-    return BitsDigest.of(bits.cpu(), positions.cpu())
+    return BitsDigest.of(bits, positions.to(bits.device))

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,9 +13,8 @@ import torch
 from vllm_sparse_refit.apply.storage import storage_bits
 from vllm_sparse_refit.codec import kernels
 from vllm_sparse_refit.codec.delta import KERNEL_OPERATIONS, SparseOperation, combined
+from vllm_sparse_refit.codec.digest import digest_on_device
 from vllm_sparse_refit.codec.kernels import ArrayWrite
-
-_NO_DIGESTS: Final = np.zeros((0, 2), np.uint64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,15 +70,16 @@ class Write:
                 at * self.stride + self.shift for at in (self.locations[0], self.locations[-1])
             )
             return slice(first, end + 1, self.stride)
-        return self._positions(self.locations.to(self.storage.device, torch.int64))
+        return self.at(self.locations.to(self.storage.device, torch.int64))
 
     def positions(self) -> torch.Tensor:
         """The positions, int64 ``[n]``; on the device where the locations are."""
         if isinstance(self.locations, range):
-            return self._positions(torch.arange(self.locations.start, self.locations.stop))
-        return self._positions(self.locations.to(torch.int64))
+            return self.at(torch.arange(self.locations.start, self.locations.stop))
+        return self.at(self.locations.to(torch.int64))
 
-    def _positions(self, locations: torch.Tensor) -> torch.Tensor:
+    def at(self, locations: torch.Tensor) -> torch.Tensor:
+        """The positions of some locations, int64."""
         plain = (self.stride, self.shift) == (1, 0)
         return locations if plain else locations * self.stride + self.shift
 
@@ -305,15 +305,32 @@ class WeightWriter:
 def digest_targets(writes: Sequence[Write]) -> npt.NDArray[np.uint64]:
     """Digests (``codec/digest.py``) of what is where writes will go, over their canonical positions.
 
+    On a device they are computed there, and the host waits once for all of them.
+
     Args:
         writes: To any storages, all of them on the host or all on devices.
 
     Returns:
         uint64, ``[len(writes), 2]``: the halves of each.
     """
-    if not writes:
-        return _NO_DIGESTS
-    return kernels.digest_targets([write.arrays for write in writes], threads=_threads())
+    if all(write.storage.is_cpu for write in writes):
+        return kernels.digest_targets([write.arrays for write in writes], threads=_threads())
+    halves = torch.stack([_digest_on_device(write) for write in writes]).cpu()
+    return halves.numpy().view(np.uint64)
+
+
+def _digest_on_device(write: Write) -> torch.Tensor:
+    storage, locations = write.storage, write.locations
+    if not len(locations):
+        return torch.zeros(2, dtype=torch.int64, device=storage.device)
+    if isinstance(locations, range):
+        canonical = torch.arange(locations.start, locations.stop, device=storage.device)
+        return digest_on_device(storage[write.where()], canonical)
+    locations = _to_device(locations, storage.device)
+    found = storage[write.at(locations.to(torch.int64))]
+    if write.canonical is None:
+        return digest_on_device(found, locations)
+    return digest_on_device(found, _to_device(write.canonical, storage.device))
 
 
 def _threads() -> int:
