@@ -179,28 +179,22 @@ def test_code_changes_codes_what_find_changes_finds(
     new = (old.view(f"u{width}") + change * (rng.random(size) < density)).view(old.dtype)
     locations, values = kernels.find_changes(old, new, operation, begin, location_dtype)
     found = kernels.code_changes(old, new, operation, begin, location_dtype)
-    assert found.locations.dtype == location_dtype
-    assert np.array_equal(found.locations, locations)
-    codes = kernels.zigzag(values, values.copy()) if operation == kernels.ADD else values
-    assert np.array_equal(found.codes.view(codes.dtype), codes)
-    before = old[locations.astype(np.int64) - begin]
-    if operation == kernels.OVERWRITE:
-        assert found.prior == (0, 0)
-        assert not found.nibbles.size
-    else:
-        assert found.prior == kernels.digest_places(before, locations)
+    assert found.found == locations.size
     if not locations.size:
-        assert found.prior == (0, 0)
+        assert found == (0, 0, 0, b"", b"", b"", b"", 0, 0)
         return
+    assert (found.first, found.last) == (locations[0], locations[-1])
+    before = old[locations.astype(np.int64) - begin]
+    digest = (0, 0) if operation == kernels.OVERWRITE else kernels.digest_places(before, locations)
+    assert (found.low, found.high) == digest
     gaps, wide = encode_gaps(locations)
-    assert np.array_equal(found.gaps, gaps)
-    assert np.array_equal(found.wide, wide)
-    if operation != kernels.OVERWRITE:
-        nibbles, escapes = encode_nibbles(codes.view(f"u{width}"))
-        assert found.escapes.size == escapes.size
-        if 2 * escapes.size <= codes.size:
-            assert np.array_equal(found.nibbles, nibbles)
-            assert np.array_equal(found.escapes.view(escapes.dtype), escapes)
+    assert (found.gaps, found.wide) == (gaps.tobytes(), wide.tobytes())
+    codes = kernels.zigzag(values, values.copy()) if operation == kernels.ADD else values
+    nibbles, escapes = encode_nibbles(codes.view(f"u{width}"))
+    if operation == kernels.OVERWRITE or 4 * escapes.size > codes.size:
+        assert (found.nibbles, found.codes) == (b"", codes.tobytes())
+    else:
+        assert (found.nibbles, found.codes) == (nibbles.tobytes(), escapes.tobytes())
 
 
 # --- gaps

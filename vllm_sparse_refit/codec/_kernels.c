@@ -23,7 +23,8 @@
 
 enum { XOR = 1, OVERWRITE = 2, ADD = 3 };
 
-enum { ESCAPED_GAP = 255, ESCAPED_NIBBLE = 15, BLOCK_BYTES = 64, AHEAD_BYTES = 1024, PREFETCHED = 24 };
+enum { ESCAPED_GAP = 255, ESCAPED_NIBBLE = 15, NIBBLES_PER_ESCAPE = 4 };
+enum { BLOCK_BYTES = 64, AHEAD_BYTES = 1024, PREFETCHED = 24 };
 
 /* A thread takes so many elements at a time, and is started for so many; past a few, memory is the limit. */
 enum { PIECE_ELEMENTS = 1 << 14, THREAD_ELEMENTS = 1 << 14, MOST_THREADS = 8 };
@@ -652,13 +653,20 @@ static PyObject *code_changes(PyObject *self, PyObject *args) {
       if (operation == ADD) BY_WIDTH(width, zigzag, b[3].buf, found, b[3].buf);
       if (operation != OVERWRITE) {
         BY_WIDTH(width, escaped = count_escapes, b[3].buf, found);
-        /* Where most codes escape, nibbles are not used. */
-        if (escaped <= found / 2) BY_WIDTH(width, write_nibbles, b[3].buf, found, b[6].buf, b[7].buf);
+        if (escaped * NIBBLES_PER_ESCAPE <= found) BY_WIDTH(width, write_nibbles, b[3].buf, found, b[6].buf, b[7].buf);
       }
     }
     Py_END_ALLOW_THREADS
-    result = Py_BuildValue("nnnKK", found, wide, escaped, (unsigned long long)prior[0],
-                           (unsigned long long)prior[1]);
+    int packed = operation != OVERWRITE && escaped * NIBBLES_PER_ESCAPE <= found;
+    long long first = 0, last = 0;
+    if (found > 0) {
+      first = b[2].itemsize == 4 ? ((int32_t *)b[2].buf)[0] : ((int64_t *)b[2].buf)[0];
+      last = b[2].itemsize == 4 ? ((int32_t *)b[2].buf)[found - 1] : ((int64_t *)b[2].buf)[found - 1];
+    }
+    result = Py_BuildValue("nLLy#y#y#y#KK", found, first, last, (char *)b[4].buf, found ? found - 1 : 0,
+                           (char *)b[5].buf, 8 * wide, (char *)b[6].buf, packed ? (found + 1) / 2 : 0,
+                           (char *)(packed ? b[7].buf : b[3].buf), width * (packed ? escaped : found),
+                           (unsigned long long)prior[0], (unsigned long long)prior[1]);
   }
   release(b, 8);
   return result;

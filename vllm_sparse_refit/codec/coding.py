@@ -27,10 +27,6 @@ _SIGNED: Final[dict[torch.dtype, type[np.signedinteger[Any]]]] = {
     torch.int32: np.int32,
     torch.int64: np.int64,
 }
-# Nibbles are used when at most one value in so many does not fit.
-_NIBBLES_PER_ESCAPE: Final = 4
-NO_BYTES: Final = np.empty(0, np.uint8)
-_NO_WIDE_GAPS: Final = np.empty(0, np.uint64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,24 +35,24 @@ class CodedDelta:
 
     Attributes:
         row: Its row of the table.
-        gaps: Gap bytes, uint8.
-        wide: What the gap bytes escape, uint64.
-        nibbles: Two codes a byte, uint8.
-        codes: Unsigned, of the dtype's width: all of them, or those that the nibbles escape.
+        gaps: Gap bytes.
+        wide: What the gap bytes escape, 8 bytes each in the machine's byte order.
+        nibbles: Two codes a byte.
+        codes: Of the dtype's width, likewise: all of them, or those that the nibbles escape.
         changed: Elements it changes, or may change.
     """
 
     row: Row
-    gaps: _Array
-    wide: _Array
-    nibbles: _Array
-    codes: _Array
+    gaps: bytes
+    wide: bytes
+    nibbles: bytes
+    codes: bytes
     changed: int
 
     @property
     def nbytes(self) -> int:
         """Its size in a payload before compression, less the table."""
-        return self.gaps.nbytes + self.wide.nbytes + self.nibbles.nbytes + self.codes.nbytes
+        return len(self.gaps) + len(self.wide) + len(self.nibbles) + len(self.codes)
 
     @classmethod
     def of(cls, delta: TensorDelta) -> Self:
@@ -67,7 +63,7 @@ class CodedDelta:
         """
         gaps, wide = _coded_locations(delta)
         nibbles, codes = _coded_values(_checked_values(delta), delta.operation)
-        row = Row.of(delta, has_gaps=gaps.size > 0, has_nibbles=nibbles.size > 0)
+        row = Row.of(delta, has_gaps=bool(gaps), has_nibbles=bool(nibbles))
         return cls(row, gaps, wide, nibbles, codes, changed_elements(delta))
 
 
@@ -102,18 +98,14 @@ def _code_on_cpu(chunk: Chunk) -> CodedDelta | None:
         chunk.begin,
         _SIGNED[chunk.location_dtype],
     )
-    count = found.locations.size
+    count, first, last = found.found, found.first, found.last
     if not count:
         return None
-    first, last = int(found.locations[0]), int(found.locations[-1])
     has_prior = chunk.operation is not SparseOperation.OVERWRITE
-    prior = BitsDigest(*found.prior) if has_prior else None
+    prior = BitsDigest(found.low, found.high) if has_prior else None
     span = range(first, last + 1)
     if chunk.sends_run(count, span):
         return CodedDelta.of(chunk.run(span, prior if count == len(span) else None))
-    nibbles, codes = found.nibbles, found.escapes
-    if not nibbles.size or not _worth_nibbles(codes.size, count):
-        nibbles, codes = NO_BYTES, found.codes
     row = Row(
         name=chunk.name,
         shape=chunk.shape,
@@ -124,33 +116,22 @@ def _code_on_cpu(chunk: Chunk) -> CodedDelta | None:
         first=first,
         count=count,
         has_gaps=True,
-        has_nibbles=nibbles.size > 0,
+        has_nibbles=bool(found.nibbles),
         prior=prior,
     )
-    return CodedDelta(
-        row=row,
-        gaps=found.gaps.copy(),
-        wide=found.wide.copy(),
-        nibbles=nibbles.copy(),
-        codes=codes.view(UNSIGNED[chunk.dtype.itemsize]).copy(),
-        changed=count,
-    )
+    return CodedDelta(row, found.gaps, found.wide, found.nibbles, found.codes, count)
 
 
-def _worth_nibbles(escaped: int, codes: int) -> bool:
-    return escaped * _NIBBLES_PER_ESCAPE <= codes
-
-
-def _coded_locations(delta: TensorDelta) -> tuple[_Array, _Array]:
+def _coded_locations(delta: TensorDelta) -> tuple[bytes, bytes]:
     """Gap bytes and wide gaps; none for consecutive locations."""
     locations = delta.locations
     if isinstance(locations, range):
         if locations.step != 1:
             raise PayloadError(f"the range of {delta.name!r} must have step 1")
-        return NO_BYTES, _NO_WIDE_GAPS
+        return b"", b""
     array = locations.numpy()
     if array.size < 2:
-        return NO_BYTES, _NO_WIDE_GAPS
+        return b"", b""
     if int(array[-1]) >= delta.end:
         raise PayloadError(f"location {int(array[-1])} of {delta.name!r} is out of its span")
     try:
@@ -159,11 +140,11 @@ def _coded_locations(delta: TensorDelta) -> tuple[_Array, _Array]:
         raise PayloadError(f"the delta of {delta.name!r}: {error}") from None
 
 
-def _gaps(locations: _Array) -> tuple[_Array, _Array]:
+def _gaps(locations: _Array) -> tuple[bytes, bytes]:
     gaps = np.empty(locations.size - 1, np.uint8)
     wide = kernels.scratch("wide", gaps.size, np.uint64)
     escaped = kernels.encode_gaps(locations, gaps, wide)
-    return gaps, wide[:escaped].copy()
+    return gaps.tobytes(), wide[:escaped].tobytes()
 
 
 def _checked_values(delta: TensorDelta) -> _Array:
@@ -177,17 +158,17 @@ def _checked_values(delta: TensorDelta) -> _Array:
     return values.contiguous().numpy().view(UNSIGNED[dtype.itemsize])
 
 
-def _coded_values(values: _Array, operation: SparseOperation) -> tuple[_Array, _Array]:
-    """Nibbles, if they are worth it, and codes; both in memory of their own."""
+def _coded_values(values: _Array, operation: SparseOperation) -> tuple[bytes, bytes]:
+    """Nibbles, if they are worth it, and codes."""
     if operation is SparseOperation.OVERWRITE:
-        return NO_BYTES, values.copy()
+        return b"", values.tobytes()
     codes = values
     if operation is SparseOperation.ADD:
         codes = kernels.zigzag(values, kernels.scratch("zigzag", values.size, values.dtype))
     nibbles = np.empty((codes.size + 1) // 2, np.uint8)
     escapes = kernels.scratch("escapes", codes.size, codes.dtype)
     escaped = kernels.encode_nibbles(codes, nibbles, escapes)
-    if _worth_nibbles(escaped, codes.size):
-        return nibbles, escapes[:escaped].copy()
+    if escaped * kernels.NIBBLES_PER_ESCAPE <= codes.size:
+        return nibbles.tobytes(), escapes[:escaped].tobytes()
     # Most codes are large, and compress better beside each other.
-    return NO_BYTES, codes.copy()
+    return b"", codes.tobytes()

@@ -7,7 +7,6 @@ bytes, signed or not; only their width counts.
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Final, NamedTuple
 
@@ -30,6 +29,8 @@ ADD: Final = 3
 # A gap byte of this value, a nibble of that one, say that the number is kept elsewhere.
 ESCAPED_GAP: Final = 255
 ESCAPED_NIBBLE: Final = 15
+# Nibbles are used when at most one code in so many does not fit.
+NIBBLES_PER_ESCAPE: Final = 4
 
 _of_thread = threading.local()
 _NOTHING: _Array = np.empty(0, np.uint8)
@@ -85,27 +86,30 @@ def find_changes(
     return locations[:found].copy(), values[:found].copy()
 
 
-@dataclass(frozen=True, eq=False)
-class CodedChanges:
-    """What :func:`code_changes` found, in memory that lasts until its thread calls it again.
+class CodedChanges(NamedTuple):
+    """What :func:`code_changes` found; numbers are in the machine's byte order.
 
     Attributes:
-        locations: Ascending, ``[k]``.
-        codes: ``[k]``, of the width of the arrays: values, in zigzag form for ``ADD``.
-        gaps, wide: As from :func:`encode_gaps`.
-        nibbles, escapes: As from :func:`encode_nibbles`; empty for ``OVERWRITE``, and of the right sizes
-            but meaningless where more than half of the codes escape.
-        prior: Both halves of the digest (``digest.py``) of the elements at ``locations`` in the old
-            array; of no element for ``OVERWRITE``.
+        count: How many elements differ; all else is empty or 0 if none does.
+        first, last: The first location and the last one.
+        gaps: As from :func:`encode_gaps`, a byte each.
+        wide: As from there, 8 bytes each.
+        nibbles: As from :func:`encode_nibbles`; empty for ``OVERWRITE``, and where more than one code in
+            ``NIBBLES_PER_ESCAPE`` would escape.
+        codes: Of the width of the arrays: values, in zigzag form for ``ADD``; with nibbles, those that they
+            escape, and all of them otherwise.
+        low, high: Halves of the digest (``digest.py``) of the elements in the old array; 0 for ``OVERWRITE``.
     """
 
-    locations: _Array
-    codes: _Array
-    gaps: _Array
-    wide: _Array
-    nibbles: _Array
-    escapes: _Array
-    prior: tuple[int, int]
+    found: int
+    first: int
+    last: int
+    gaps: bytes
+    wide: bytes
+    nibbles: bytes
+    codes: bytes
+    low: int
+    high: int
 
 
 def code_changes(
@@ -116,25 +120,31 @@ def code_changes(
     location_dtype: type[np.signedinteger[Any]],
 ) -> CodedChanges:
     """:func:`find_changes`, and all codes of what it finds, in one call."""
-    size = old.size
-    locations = scratch("locations", size, location_dtype)
-    codes = scratch("values", 2 * size, old.dtype)
-    gaps, wide = scratch("gaps", size, np.uint8), scratch("wide", size, np.uint64)
-    nibbles = scratch("nibbles", (size + 1) // 2, np.uint8)
-    escapes = scratch("escapes", size, old.dtype)
-    found, used, escaped, low, high = _loops.code_changes(
-        old, new, operation, begin, locations, codes, gaps, wide, nibbles, escapes
-    )
-    pairs = 0 if operation == OVERWRITE else (found + 1) // 2
-    return CodedChanges(
-        locations[:found],
-        codes[:found],
-        gaps[: max(found - 1, 0)],
-        wide[:used],
-        nibbles[:pairs],
-        escapes[:escaped],
-        (low, high),
-    )
+    buffers = _code_buffers(old.size, old.itemsize, location_dtype)
+    return CodedChanges(*_loops.code_changes(old, new, operation, begin, *buffers))
+
+
+def _code_buffers(
+    size: int, width: int, location_dtype: type[np.signedinteger[Any]]
+) -> tuple[_Array, ...]:
+    """This thread's locations, values, gaps, wide gaps, nibbles and escapes, for ``size`` elements or more.
+
+    Looked up once for each chunk, since everything that Python does between two chunks finds its memory
+    pushed out of the caches by them.
+    """
+    held: dict[tuple[int, Any], tuple[_Array, ...]] = _of_thread.__dict__.setdefault("codes", {})
+    buffers = held.get((width, location_dtype))
+    if buffers is None or buffers[0].size < size:
+        code_dtype = np.dtype(f"u{width}")
+        buffers = held[width, location_dtype] = (
+            np.empty(size, location_dtype),
+            np.empty(2 * size, code_dtype),
+            np.empty(size, np.uint8),
+            np.empty(size, np.uint64),
+            np.empty((size + 1) // 2, np.uint8),
+            np.empty(size, code_dtype),
+        )
+    return buffers
 
 
 def encode_gaps(locations: _Array, gaps: _Array, wide: _Array) -> int:

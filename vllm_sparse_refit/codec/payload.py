@@ -4,6 +4,8 @@ All deltas of a payload share its sections, one for each kind of number, and eac
 frame of its own: numbers of one kind have one distribution, which is all that there is to gain from.
 """
 
+import itertools
+import operator
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ import torch
 import zstandard
 
 from vllm_sparse_refit.codec import kernels, wire
-from vllm_sparse_refit.codec.coding import NO_BYTES, UNSIGNED, CodedDelta
+from vllm_sparse_refit.codec.coding import UNSIGNED, CodedDelta
 from vllm_sparse_refit.codec.delta import SparseOperation, TensorDelta
 from vllm_sparse_refit.codec.wire import Buffer, Prelude, Row, Section
 from vllm_sparse_refit.errors import PayloadError
@@ -37,6 +39,7 @@ _ENTROPY_CODING: Final = zstandard.ZstdCompressionParameters(
 )
 
 _SAMPLE_BYTES: Final = 1 << 14
+_NO_BYTES: Final = np.empty(0, np.uint8)
 
 _of_thread = threading.local()
 
@@ -94,30 +97,32 @@ def _plain_sections(coded: Sequence[CodedDelta], table: bytes) -> dict[int, Buff
     """What goes into each section, less the empty ones, ascending by kind."""
     sections: dict[int, Buffer] = {
         wire.TABLE: table,
-        wire.GAPS: _joined("gaps", [item.gaps for item in coded]).data,
-        wire.NIBBLES: _joined("nibbles", [item.nibbles for item in coded]).data,
+        wire.GAPS: b"".join([item.gaps for item in coded]),
+        wire.NIBBLES: b"".join([item.nibbles for item in coded]),
     }
-    sections |= _planes(wire.WIDE_GAP_PLANES, [item.wide for item in coded])
-    sections |= _planes(wire.CODE_PLANES, [item.codes for item in coded])
+    sections |= _planes(wire.WIDE_GAP_PLANES, [(8, item.wide) for item in coded])
+    sections |= _planes(wire.CODE_PLANES, [(item.row.dtype.itemsize, item.codes) for item in coded])
     return {kind: content for kind, content in sections.items() if len(content)}
 
 
-def _joined(purpose: str, arrays: Sequence[_Array]) -> _Array:
-    out = kernels.scratch(purpose, sum(array.size for array in arrays), np.uint8)
-    return np.concatenate((NO_BYTES, *arrays), out=out)
-
-
-def _planes(kinds: range, arrays: Sequence[_Array]) -> dict[int, Buffer]:
+def _planes(kinds: range, numbers: Iterable[tuple[int, bytes]]) -> dict[int, Buffer]:
     """Byte 0 of every number, then byte 1 of every number that has one, ...
 
     A plane of zeros is left out, except the first one, which tells how many numbers there are.
+
+    Args:
+        kinds: Of the sections.
+        numbers: Their width, and some of them in the machine's byte order.
     """
     planes: dict[int, Buffer] = {}
+    # A call for each plane and width, not for each delta and plane.
+    arrays = [
+        np.frombuffer(b"".join([content for _, content in same]), UNSIGNED[width])
+        for width, same in itertools.groupby(numbers, key=operator.itemgetter(0))
+    ]
     arrays = [array for array in arrays if array.size]
     if not arrays:
         return planes
-    if len({array.itemsize for array in arrays}) == 1:
-        arrays = [np.concatenate(arrays)]  # a call for each plane, not for each delta and plane
     for plane, kind in enumerate(kinds):
         parts = [array for array in arrays if array.itemsize > plane]
         size = sum(part.size for part in parts)
@@ -239,7 +244,7 @@ class _Sections:
     def read(self, kind: int) -> _Array:
         """A section's bytes, read-only; none if it was left out."""
         if kind not in self._stored:
-            return NO_BYTES
+            return _NO_BYTES
         section, stored = self._stored[kind]
         if section.encoding == wire.RAW:
             return np.frombuffer(stored, np.uint8)

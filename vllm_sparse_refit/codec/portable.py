@@ -16,6 +16,7 @@ _BLOCK_BYTES: Final = 1 << 18
 _FLAGS: Final = 8
 _ESCAPED_GAP: Final = 255
 _ESCAPED_NIBBLE: Final = 15
+_NIBBLES_PER_ESCAPE: Final = 4
 _U64: Final = np.uint64
 
 
@@ -66,20 +67,31 @@ def code_changes(  # noqa: PLR0917
     nibbles: _Array,
     escapes: _Array,
     /,
-) -> tuple[int, int, int, int, int]:
+) -> tuple[int, int, int, bytes, bytes, bytes, bytes, int, int]:
     found = find_changes(old, new, operation, begin, locations, values)
     if not found:
-        return 0, 0, 0, 0, 0
-    escaped = low = high = 0
+        return 0, 0, 0, b"", b"", b"", b"", 0, 0
+    low = high = 0
     used = write_gaps(locations[:found], gaps[: found - 1], wide)
+    codes, packed = values[:found], nibbles[:0]
     if operation == _ADD:
-        zigzag(values[:found].copy(), values[:found])
+        zigzag(codes.copy(), codes)
     if operation != _OVERWRITE:
         low, high = digest_places(old.take(locations[:found] - begin), locations[:found])
-        escaped = int(np.count_nonzero(_unsigned(values[:found]) >= _ESCAPED_NIBBLE))
-        if escaped <= found // 2:  # where most codes escape, nibbles are not used
-            write_nibbles(values[:found], nibbles[: (found + 1) // 2], escapes)
-    return found, used, escaped, low, high
+        if np.count_nonzero(_unsigned(codes) >= _ESCAPED_NIBBLE) * _NIBBLES_PER_ESCAPE <= found:
+            packed = nibbles[: (found + 1) // 2]
+            codes = escapes[: write_nibbles(codes, packed, escapes)]
+    return (
+        found,
+        int(locations[0]),
+        int(locations[found - 1]),
+        gaps[: found - 1].tobytes(),
+        wide[:used].tobytes(),
+        packed.tobytes(),
+        codes.tobytes(),
+        low,
+        high,
+    )
 
 
 def write_gaps(locations: _Array, gaps: _Array, wide: _Array, /) -> int:
