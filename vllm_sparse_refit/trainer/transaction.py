@@ -73,6 +73,7 @@ class Transaction:
                 sequence=self.sequence,
                 timeout_s=self._config.timeout_s,
                 config=self._config,
+                alive=self._check_alive,
             )
 
     def resend(self, payloads: Sequence[SparsePayload]) -> None:
