@@ -199,8 +199,8 @@ class WeightSynchronizer:
             self._lineage.trust(workers)
             if self._config.retained_bytes:
                 self._lineage.remember(engine, version)
-        self._version = version
         self._tracker.annotate(self._note(version))
+        self._version = version
 
     def _note(self, version: WeightVersion) -> str:
         """What goes with a baseline in files, for a trainer that finds them."""
@@ -315,7 +315,8 @@ class WeightSynchronizer:
                 without it a sync is refused while there are any.
 
         Raises:
-            BaselineError: there was no snapshot.
+            BaselineError: there was no snapshot, or the baseline's files could not follow the last sync,
+                as on a full disk; nothing was sent.
             EngineStateError: wrong thread, or unfinished requests and no pause.
             VersionMismatchError: a worker holds another version than the last sync left.
             RefitError: anything else that went wrong; every worker still holds the old version, unless the
@@ -325,6 +326,7 @@ class WeightSynchronizer:
         base = self._checked_base(label, pause)
         label = label if label is not None else _next_label(base)
         workers = self._recover(base)
+        self._tracker.settle()
         resynced = self._bring_up(workers, base, pause)
         transaction = Transaction(
             workers, self._config, sequence=self._next_sequence(), label=label
@@ -489,7 +491,7 @@ class WeightSynchronizer:
         """Wait until the baseline has followed the last sync, as the next sync would do.
 
         Raises:
-            BaselineError: there is no baseline.
+            BaselineError: there is no baseline, or its files could not follow, as on a full disk.
         """
         self._tracker.settle()
 
@@ -533,17 +535,21 @@ class WeightSynchronizer:
         self._recover(version)
         self._discover(self._engines)
         self._lineage, self._history = lineage, TransferHistory(self._config.retained_bytes)
-        self._version = version
         self._tracker.annotate(self._note(version))
+        self._version = version
 
     def close(self, *, keep: bool = False) -> None:
         """Give the baseline's memory or files back. The engines go on as they are.
 
         Args:
             keep: Leave the files of :attr:`baseline_folder`, to :meth:`restore` from.
+
+        Raises:
+            BaselineError: they shall be kept, but could not follow the last sync, as on a full disk; this
+                can be called again.
         """
-        self._version = None
         self._tracker.close(keep=keep)
+        self._version = None
 
 
 def _next_label(base: WeightVersion) -> str:
