@@ -191,6 +191,9 @@ class WeightSynchronizer:
         """
         self._version = None
         self._tracker.snapshot_baseline(self._weights(model))
+        if (decided := self._decisions.final) is not None:
+            # By a trainer that died before it told everybody: what its engines wrote stays.
+            self._recover(decided)
         self._discover(self._engines)
         self._compare_samples()
         version = self._common_version()
