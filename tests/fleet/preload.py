@@ -2,6 +2,7 @@
 
 import torch
 
+import tests.fleet.toy_trainer  # noqa: F401  what a trainer's process needs
 from tests.apply.toys import toy_applier
 from tests.fleet.toy_worker import BF16, TOY, toy_weights
 
