@@ -63,7 +63,7 @@ class Trainer:
         return self.process.exitcode == -signal.SIGKILL
 
 
-class _RemoteWorker:
+class RemoteWorker:
     """The worker of another process's fleet."""
 
     def __init__(self, address: str) -> None:
@@ -74,7 +74,7 @@ class _RemoteWorker:
 def _run(calls: Connection, addresses: Sequence[Sequence[str]], config: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     with toy_engines():
-        llms = [ToyLLM([_RemoteWorker(a) for a in ranks], in_process=False) for ranks in addresses]
+        llms = [ToyLLM([RemoteWorker(a) for a in ranks], in_process=False) for ranks in addresses]
         sync = WeightSynchronizer.connect(llms, config=SyncConfig(**config))
         try:
             while True:

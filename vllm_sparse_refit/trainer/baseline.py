@@ -463,6 +463,12 @@ class DeltaCompressionTracker:
                 yield from encoder.feed(exported)
             yield from encoder.finish()
 
+    def take_over(self, names: Iterable[str], payloads: Iterable[bytes]) -> None:
+        """Count what other processes compared, and sent, in the running sync as exported here."""
+        with self._lock:
+            self._exported.update(names)
+            self._pending.extend(payloads)
+
     def finish_export(self) -> None:
         """Check that the running sync exported the whole baseline, less what is skipped.
 
