@@ -20,6 +20,7 @@ from vllm_sparse_refit import ProducerShard, SyncConfig, TorchProducerGroup, Wei
 from vllm_sparse_refit.errors import BaselineError, ConfigError, RefitError, TransactionError
 from vllm_sparse_refit.trainer import comparison
 from vllm_sparse_refit.trainer.baseline import DeltaCompressionTracker
+from vllm_sparse_refit.trainer.producers import Coordinator
 from vllm_sparse_refit.trainer.stream import stream_sparse_delta_payloads_via_zmq
 from vllm_sparse_refit.transport.monitor import FleetMonitor
 
@@ -216,6 +217,32 @@ def test_a_rank_with_a_baseline_of_another_version_is_refused(fleet: Fleet, tmp_
     fleet.assert_holds(NEW)
     trainers.succeed("snapshot", NEW)
     trainers.succeed("sync", NEWER)
+    fleet.assert_holds(NEWER)
+
+
+def test_ranks_that_lose_each_other_after_the_commit(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainers = Trainers(fleet)
+    trainers.succeed("snapshot", OLD)
+    tell, told = Coordinator._tell, []
+
+    def lose(self: Coordinator, step: str, message: Any) -> None:
+        told.append(step)
+        if step == "end":
+            self._group._meeting.barrier.abort()  # type: ignore[attr-defined]
+        tell(self, step, message)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Coordinator, "_tell", lose)
+        _, failures = trainers.all("sync", NEW)
+    assert told == ["start", "end"]
+    assert all("lost each other" in str(failure) for failure in failures)
+    assert "all the same" in str(failures[0].__notes__)  # type: ignore[union-attr]
+    fleet.assert_holds(NEW)
+    again = Trainers(fleet)
+    again.succeed("snapshot", NEW)
+    again.succeed("sync", NEWER)
     fleet.assert_holds(NEWER)
 
 

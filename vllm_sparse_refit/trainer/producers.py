@@ -188,20 +188,24 @@ class Coordinator:
 
     def end(self, version: WeightVersion) -> None:
         """Tell the others that it succeeded, and at which version the engines are."""
-        self._tell("end", {"version": {"label": version.label, "digest": version.digest}})
+        self._tell("end", _success(version))
 
-    def fail(self, error: BaseException) -> None:
-        """Tell the others that it failed, if they do not know how it ended. Raises no RefitError."""
-        message = {"error": f"{type(error).__name__}: {error}"}
+    def fail(self, error: BaseException, happened: WeightVersion | None) -> None:
+        """Tell the others that it failed, if they do not know how it ended. Raises no RefitError.
+
+        Args:
+            happened: the version that the engines came to all the same; None if they did not.
+        """
+        failure = {"error": f"{type(error).__name__}: {error}"}
         with contextlib.suppress(RefitError):
             if "start" in self._left:
-                self._tell("end", message)  # in the place of the start: they go no further
-            elif "end" in self._left:
+                self._tell("end", failure)  # in the place of the start: they go no further
+                return
+            if "collect" in self._left:
                 with contextlib.suppress(RefitError):
-                    if "collect" in self._left:
-                        self.collect()
-                if "end" in self._left:
-                    self._tell("end", message)
+                    self.collect()
+            if "end" in self._left:
+                self._tell("end", failure if happened is None else _success(happened))
 
     def _tell(self, step: str, message: Mapping[str, Any]) -> None:
         with self._step(step):
@@ -216,6 +220,10 @@ class Coordinator:
         except BaseException:
             self._left.clear()  # whoever is lost cannot be told
             raise
+
+
+def _success(version: WeightVersion) -> dict[str, Any]:
+    return {"version": {"label": version.label, "digest": version.digest}}
 
 
 @contextlib.contextmanager

@@ -240,10 +240,10 @@ class WeightSynchronizer:
         try:
             yield call
         except BaseException as error:
-            if self._version is not None and self._version != before:
-                with contextlib.suppress(TransactionError):
-                    call.end(self._version)  # it has happened, whatever else is wrong
-            call.fail(error)
+            happened = self._version if self._version != before else None
+            if happened is not None:
+                error.add_note(f"the engines have come to version {happened} all the same")
+            call.fail(error, happened)
             raise
 
     def _note(self, version: WeightVersion) -> str:
