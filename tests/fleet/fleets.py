@@ -20,9 +20,9 @@ from vllm_sparse_refit.worker.receiver import Receiver
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.fleet.preload"])
 
-# Short enough for tests, long enough for a busy machine.
-LIMITS: dict[str, Any] = {"timeout_s": 2.0, "retries": 0, "rpc_timeout_s": 5.0, "payload_bytes": 1}
-WORKER_LIMITS: dict[str, Any] = {"relay_timeout_s": 1.0, "relay_retries": 0}
+# Long enough for a busy machine: only a peer that is stopped is waited for, since deaths are noticed.
+LIMITS: dict[str, Any] = {"timeout_s": 8.0, "retries": 0, "rpc_timeout_s": 30.0, "payload_bytes": 1}
+WORKER_LIMITS: dict[str, Any] = {"relay_timeout_s": 4.0, "relay_retries": 0}
 
 
 class ToyLLM:
