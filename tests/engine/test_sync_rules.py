@@ -248,7 +248,7 @@ def test_an_interrupted_sync_leaves_everything_as_it_was(
     unchanged = state(llm)
     with monkeypatch.context() as patch:
         if where == "export":
-            patch.setattr(synchronizer, "named_weights", interrupted)
+            patch.setattr(synchronizer, "selected_weights", interrupted)
         else:
             patch.setattr(VllmSparseDeltaApplier, "apply", interrupted)
         with pytest.raises(KeyboardInterrupt):

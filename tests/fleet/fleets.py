@@ -3,7 +3,8 @@
 import contextlib
 import multiprocessing
 import os
-import signal
+import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -11,16 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.fleet.toy_worker import ToyWorker, run_worker, toy_bits, toy_weights
+from tests.fleet.toy_worker import REAP_INTERVAL_S, ToyWorker, run_worker, toy_bits, toy_weights
 from vllm_sparse_refit import SyncConfig, WeightSynchronizer
 from vllm_sparse_refit.trainer.engine import LocalEngine
+from vllm_sparse_refit.worker.receiver import Receiver
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.fleet.preload"])
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tests.fleet.preload"])
 
-# Short enough for tests, long enough for a busy machine.
-LIMITS: dict[str, Any] = {"timeout_s": 2.0, "retries": 0, "rpc_timeout_s": 5.0, "payload_bytes": 1}
-WORKER_LIMITS: dict[str, Any] = {"relay_timeout_s": 1.0, "relay_retries": 0}
+# Long enough for a busy machine: only a peer that is stopped is waited for, since deaths are noticed.
+LIMITS: dict[str, Any] = {"timeout_s": 8.0, "retries": 0, "rpc_timeout_s": 30.0, "payload_bytes": 1}
+WORKER_LIMITS: dict[str, Any] = {"relay_timeout_s": 4.0, "relay_retries": 0}
 
 
 class ToyLLM:
@@ -98,9 +100,10 @@ class WorkerProcess:
     """A worker of its own process and the pipe to it."""
 
     def __init__(self, seed: int, rank: int, config: dict[str, Any]) -> None:
-        self.calls, theirs = _CONTEXT.Pipe()
-        self.process = _CONTEXT.Process(
-            target=run_worker, args=(theirs, seed, rank, config), daemon=True
+        self.calls, theirs = CONTEXT.Pipe()
+        self.address = f"\0sparse-refit-{uuid.uuid4()}"  # abstract: there is no file to remove
+        self.process = CONTEXT.Process(
+            target=run_worker, args=(theirs, self.address, seed, rank, config), daemon=True
         )
         self.process.start()
         theirs.close()  # so that its death ends a wait for its answer
@@ -110,12 +113,8 @@ class WorkerProcess:
 
     def close(self) -> None:
         self.calls.close()
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.process.pid, signal.SIGCONT)
-        self.process.join(0.5)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join(10)
+        self.process.kill()  # also one that is stopped
+        self.process.join(10)
 
 
 class Fleet:
@@ -167,9 +166,41 @@ class Fleet:
             if llm.is_alive:
                 assert llm.bits == {expected}
 
+    def fall_silent(self) -> None:
+        """Let the time pass in which nothing must be heard of a trainer; wait until all workers noticed.
+
+        By their clocks only: a limit short enough to wait for would also pass on a busy machine.
+        """
+        deadline = time.monotonic() + 60
+        while {reply["state"] for reply in self.statuses()} != {"idle"}:
+            for llm in self.llms:  # again and again: relays may still be passing payloads on
+                llm.collective_rpc("toy_silence")
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert {reply["staged_bytes"] for reply in self.statuses()} == {0}
+        undo = [count for llm in self.llms for count in llm.collective_rpc("toy_undo_bytes")]
+        assert set(undo) == {0}
+
+    def statuses(self) -> list[dict[str, Any]]:
+        """What every worker reports of itself."""
+        return [reply for llm in self.llms for reply in llm.collective_rpc("sparse_refit_status")]
+
     def close(self) -> None:
         for worker in self._workers:
             worker.close()
+
+
+@contextlib.contextmanager
+def toy_engines() -> Iterator[None]:
+    """Have synchronizers of this process take toys for engines of vLLM."""
+
+    def inspect(_engine: LocalEngine, llm: ToyLLM) -> tuple[bool, int]:
+        return llm.in_process, len(llm.workers)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalEngine, "_inspect", inspect)
+        patch.setattr(Receiver, "_reap_interval_s", REAP_INTERVAL_S)
+        yield
 
 
 @contextlib.contextmanager
@@ -182,11 +213,7 @@ def toy_fleet(
         config: settings of the workers.
     """
 
-    def inspect(_engine: LocalEngine, llm: ToyLLM) -> tuple[bool, int]:
-        return llm.in_process, len(llm.workers)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LocalEngine, "_inspect", inspect)
+    with toy_engines():
         fleet = Fleet(engines, in_process=in_process, ranks=ranks, config=config)
         try:
             yield fleet

@@ -1,7 +1,9 @@
 """Imported once by the process that worker processes are forked from: what is slow the first time."""
 
 import torch
+import torch.distributed.tensor
 
+import tests.fleet.toy_trainer  # noqa: F401  what a trainer's process needs
 from tests.apply.toys import toy_applier
 from tests.fleet.toy_worker import BF16, TOY, toy_weights
 

@@ -6,10 +6,12 @@ workers together again. Hypothesis searches, and shrinks what it finds; random w
 each told by its seed, make the number. ``VLLM_SPARSE_REFIT_SCHEDULES`` sets how many walks there are.
 """
 
+import contextlib
 import functools
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -26,6 +28,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tests.fleet.fleets import CONTEXT
 from vllm_sparse_refit.checksum import checksum_hex
 from vllm_sparse_refit.codec.delta import SparseOperation, TensorDelta, apply_delta, make_delta
 from vllm_sparse_refit.codec.payload import DecodeLimits, encode_payload
@@ -439,8 +442,14 @@ class Protocol(RuleBasedStateMachine):
                 assert worker.applier.undo is None
 
 
-@pytest.fixture(autouse=True)
-def _without_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+@contextlib.contextmanager
+def without_sockets() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        _patch(patch)
+        yield
+
+
+def _patch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receivers, "ZmqSparseRefitServer", SocketlessServer)
     # The same few payloads come again and again.
     monkeypatch.setattr(receivers, "decode_payload", functools.cache(receivers.decode_payload))
@@ -450,16 +459,15 @@ def _without_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_schedule_is_found_that_leaves_the_model() -> None:
-    run_state_machine_as_test(
-        Protocol,
-        settings=settings(
-            max_examples=SEARCHED,
-            stateful_step_count=STEPS,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-            print_blob=True,
-        ),
+    searched = settings(
+        max_examples=SEARCHED,
+        stateful_step_count=STEPS,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        print_blob=True,
     )
+    with without_sockets():
+        run_state_machine_as_test(Protocol, settings=searched)
 
 
 def _walk(seed: int) -> None:
@@ -526,19 +534,28 @@ _RULES = [
 ]
 
 
+def _walks(seeds: range) -> tuple[int, int, int]:
+    """Schedules, steps and commits of these walks; in a process of its own."""
+    with without_sockets():
+        for seed in seeds:
+            try:
+                _walk(seed)
+            except BaseException as error:
+                error.add_note(f"walk {seed}")
+                raise
+    return Protocol.schedules, Protocol.steps, Protocol.commits
+
+
 def test_no_walk_leaves_the_model(capsys: pytest.CaptureFixture[str]) -> None:
-    Protocol.schedules = Protocol.steps = Protocol.commits = 0
-    for seed in range(WALKS):
-        try:
-            _walk(seed)
-        except BaseException as error:
-            error.add_note(f"walk {seed}")
-            raise
+    processes = len(os.sched_getaffinity(0))
+    parts = [range(first, WALKS, processes) for first in range(processes)]
+    with ProcessPoolExecutor(processes, mp_context=CONTEXT) as pool:
+        done = list(pool.map(_walks, parts))
+    schedules, steps, commits = (sum(each) for each in zip(*done, strict=True))
     with capsys.disabled():
         print(
-            f"\n{Protocol.schedules} schedules, {Protocol.steps} steps, "
-            f"{Protocol.commits} commits outside of a whole sync",
+            f"\n{schedules} schedules, {steps} steps, {commits} commits outside of a whole sync",
             end=" ",
         )
-    assert Protocol.schedules == WALKS
-    assert Protocol.commits > WALKS / 10
+    assert schedules == WALKS
+    assert commits > WALKS / 10

@@ -1,8 +1,6 @@
-"""A network that loses, delays, repeats, reorders and spoils messages, and producers that die."""
+"""A network that loses, delays, repeats, reorders and spoils messages."""
 
 import contextlib
-import multiprocessing
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,11 +8,12 @@ import pytest
 
 from tests.fleet.fleets import Fleet, toy_fleet
 from tests.fleet.proxy import FAULTS, Proxy
-from tests.fleet.toy_worker import toy_bits, toy_weights
+from tests.fleet.toy_worker import toy_weights
 from vllm_sparse_refit import SyncConfig
 from vllm_sparse_refit.errors import RefitError
 from vllm_sparse_refit.trainer.baseline import DeltaCompressionTracker
 from vllm_sparse_refit.trainer.stream import stream_sparse_delta_payloads_via_zmq
+from vllm_sparse_refit.transport import monitor
 
 SEEDS = 1, 2, 3, 4
 
@@ -41,7 +40,11 @@ CASES = [(1, FAULTS), *((3, (fault,)) for fault in FAULTS), (3, FAULTS), (7, FAU
 
 
 @pytest.mark.parametrize(("engines", "faults"), CASES)
-def test_every_sync_ends_old_or_new_everywhere(engines: int, faults: tuple[str, ...]) -> None:
+def test_every_sync_ends_old_or_new_everywhere(
+    engines: int, faults: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A lost answer to a status query is asked for again sooner: waiting for it tests nothing.
+    monkeypatch.setattr(monitor, "_ROUND_S", 0.2)
     limits: dict[str, Any] = {"timeout_s": 0.3, "retries": 4}
     relays: dict[str, Any] = {"relay_timeout_s": 0.3, "relay_retries": 4}
     old, struck, done = 1, 0, 0
@@ -68,72 +71,6 @@ def test_every_sync_ends_old_or_new_everywhere(engines: int, faults: tuple[str, 
     assert struck
     if "corrupt" not in faults:
         assert done == len(SEEDS)  # what is lost or repeated is made good
-
-
-def _produce(target: tuple[str, str, int], rank: int, ready: Any, begun: Any) -> None:
-    address, transfer_id, sequence = target
-    config = SyncConfig(payload_bytes=1)
-    tracker = DeltaCompressionTracker(config=config)
-    tracker.snapshot_baseline(toy_weights(1).items())
-    ready.release()
-    begun.wait()
-
-    def slowly() -> Any:
-        for item in toy_weights(2).items():
-            yield item
-            time.sleep(0.3)
-
-    stream_sparse_delta_payloads_via_zmq(
-        slowly(),
-        delta_tracker=tracker,
-        refit_targets=[address],
-        transfer_id=transfer_id,
-        sequence=sequence,
-        shard_rank=rank,
-        shard_count=2,
-        config=config,
-    )
-
-
-def test_a_producer_that_is_killed_leaves_nothing() -> None:
-    """Two producers; one of them dies amid its data, and the transfer ends at the worker's limit."""
-    with toy_fleet(1, transfer_timeout_s=1.5) as fleet:
-        sync = fleet.connect()
-        (status,) = sync.status()
-        context = multiprocessing.get_context("forkserver")
-        ready, begun = context.Semaphore(0), context.Event()
-        producers = [
-            context.Process(
-                target=_produce, args=((status["address"], "t", 1), rank, ready, begun), daemon=True
-            )
-            for rank in range(2)
-        ]
-        for producer in producers:
-            producer.start()
-        for _ in producers:
-            assert ready.acquire(timeout=120)
-        (reply,) = fleet.llms[0].collective_rpc(
-            "sparse_refit_begin",
-            args=("t", status["version"]["digest"], "label"),
-            kwargs={"sequence": 1},
-        )
-        assert reply["ok"], reply
-        begun.set()
-        deadline = time.monotonic() + 60
-        while not sync.status()[0]["staged_bytes"]:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        for producer in producers:
-            producer.kill()
-            producer.join(10)
-        while sync.status()[0]["state"] != "idle":
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        assert sync.status()[0]["staged_bytes"] == 0
-        assert "nothing was heard" in sync.status()[0]["last_error"]
-        assert fleet.llms[0].bits == {toy_bits(toy_weights(1))}
-        sync.sync(toy_weights(2).items())
-        fleet.assert_holds(toy_weights(2))
 
 
 def test_the_count_of_each_producer_is_checked() -> None:

@@ -1,5 +1,7 @@
 """Whole syncs over real sockets with toy workers in this process: what every rule promises."""
 
+import contextlib
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -108,14 +110,14 @@ def test_a_trainer_that_vanishes_before_the_commit_is_given_up(
 ) -> None:
     from vllm_sparse_refit.trainer.transaction import Transaction
 
-    with toy_fleet(3, transfer_timeout_s=0.3) as fleet:
+    with toy_fleet(3) as fleet:
         gone = fleet.connect()
         with monkeypatch.context() as patch:
             patch.setattr(Transaction, step, _vanish)
             patch.setattr(Transaction, "abort", lambda _: [])
             with pytest.raises(Vanished):
                 gone.sync(NEW.items())
-            assert _await_states(gone, "idle")
+            fleet.fall_silent()
         statuses = gone.status()
         assert all("nothing was heard" in reply["last_error"] for reply in statuses)
         assert all(reply["staged_bytes"] == 0 for reply in statuses)
@@ -129,14 +131,14 @@ def test_a_worker_keeps_what_was_committed_when_nothing_more_is_heard(
 ) -> None:
     from vllm_sparse_refit.trainer.transaction import Transaction
 
-    with toy_fleet(3, transfer_timeout_s=0.3) as fleet:
+    with toy_fleet(3) as fleet:
         gone = fleet.connect()
         with monkeypatch.context() as patch:
             patch.setattr(Transaction, "release", _vanish)
             with pytest.raises(Vanished):
                 gone.sync(NEW.items())
         assert [reply["state"] for reply in gone.status()] == ["committed"] * 3
-        assert _await_states(gone, "idle")
+        fleet.fall_silent()
         assert all("made final because nothing" in r["last_error"] for r in gone.status())
         fleet.assert_holds(NEW)
         transfer_id = gone._decisions.latest["transfer_id"]
@@ -158,26 +160,17 @@ def test_workers_left_on_both_sides_of_a_commit_are_brought_together(
         self._engines[0].call("sparse_refit_commit", self.transfer_id)
         raise Vanished
 
-    with toy_fleet(3, transfer_timeout_s=0.3) as fleet:
+    with toy_fleet(3) as fleet:
         sync = fleet.connect()
         with monkeypatch.context() as patch:
             patch.setattr(Transaction, "write", half)
             patch.setattr(Transaction, "abort", lambda _: [])
             with pytest.raises(Vanished):
                 sync.sync(NEW.items())
-            assert _await_states(sync, "idle")
+            fleet.fall_silent()
         assert len({frozenset(llm.bits) for llm in fleet.llms}) == 2
         assert sync.sync(NEWER.items()).resynced == 1
         fleet.assert_holds(NEWER)
-
-
-def _await_states(sync: Any, state: str) -> bool:
-    deadline = time.monotonic() + 10
-    while {reply["state"] for reply in sync.status()} != {state}:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def test_the_decision_is_on_the_disk_before_the_first_commit(
@@ -357,6 +350,25 @@ def test_a_trainer_picks_up_the_files_of_one_that_died(fleet: Fleet, tmp_path: A
     assert not folder.exists()
 
 
+def test_a_restore_that_failed_can_be_tried_again(
+    fleet: Fleet, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files that it had taken over by then are still there."""
+    sync = fleet.connect(baseline_dir=tmp_path)
+    sync.sync(NEW.items())
+    folder = sync.baseline_folder
+    assert folder is not None
+    sync.close(keep=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(sync, "_discover", lambda _: (_ for _ in ()).throw(TransactionError("no")))
+        with pytest.raises(TransactionError):
+            sync.restore(folder)
+    sync.restore(folder)
+    sync.restore(folder)  # also when there was no need
+    assert sync.sync(NEWER.items()).resynced == 0
+    fleet.assert_holds(NEWER)
+
+
 def test_files_of_a_trainer_that_died_amid_a_change_are_refused(
     fleet: Fleet, tmp_path: Any
 ) -> None:
@@ -440,21 +452,19 @@ def test_a_trainer_that_died_in_doubt_is_told(
 
 
 def test_a_worker_that_stops_taking_payloads_is_named_with_who_waits_for_it() -> None:
-    with toy_fleet(3, relay_timeout_s=30) as fleet:
+    with toy_fleet(3, relay_timeout_s=30) as fleet, contextlib.ExitStack() as stack:
         sync = fleet.connect(timeout_s=0.5)
         leaf = sync.status()[2]["address"]
-        fleet.llms[2].workers[0].receiver._server._intake._apply_payload = _hang
+        over = threading.Event()
+        stack.callback(over.set)  # before the fleet closes, which waits for it
+        hang = {"_apply_payload": lambda *_: {"over": over.wait(60)}}
+        vars(fleet.llms[2].workers[0].receiver._server._intake).update(hang)
         started = time.monotonic()
         with pytest.raises(TransportTimeoutError) as caught:
             sync.sync(NEW.items())
         assert time.monotonic() - started < 10
         notes = getattr(caught.value, "__notes__", [])
         assert any(f"for worker {leaf}" in note for note in notes), notes
-
-
-def _hang(*_: Any) -> Any:
-    time.sleep(3)
-    return {}
 
 
 @pytest.mark.parametrize("name", [n for n, toy in TOYS.items() if BF16 in toy.dtypes])

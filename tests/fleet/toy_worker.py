@@ -5,9 +5,10 @@ Can be made to fail at any step: to raise, to stop answering, or to die as by SI
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Mapping
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from vllm_sparse_refit.worker.receiver import Receiver
 
 TOY = TOYS["mixed"]
 BF16 = torch.bfloat16
+# So short that a test need not wait: it tells a worker that the limit has passed ("toy_silence").
+REAP_INTERVAL_S = 0.1
 
 
 def toy_weights(seed: int) -> dict[str, torch.Tensor]:
@@ -41,7 +44,8 @@ class ToyWorker(SparseRefitWorkerExtension):
     """Attributes that a test sets:
 
     ``faults``: what happens when an RPC method, ``"stage"`` (of the *n*-th payload: ``"stage 3"``), or
-    ``"after"`` and a method, is reached: ``"raise"``, ``"kill"``, ``"stop"`` or ``"slow"``.
+    ``"after"`` and a method, is reached: ``"raise"``, ``"kill"``, ``"stop"``, ``"slow"``, or ``"kill"`` and
+    the number of another process: the trainer's.
     """
 
     def __init__(self, weights: Mapping[str, torch.Tensor], rank: int, **config: Any) -> None:
@@ -72,23 +76,30 @@ class ToyWorker(SparseRefitWorkerExtension):
         self.reach("apply")
 
     def reach(self, point: str) -> None:
-        match self.faults.pop(point, None):
-            case "raise":
+        match self.faults.pop(point, "").split():
+            case ["raise"]:
                 raise RuntimeError(f"told to fail at {point}")
-            case "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            case "stop":
+            case ["kill", *other]:
+                os.kill(int(other[0]) if other else os.getpid(), signal.SIGKILL)
+            case ["stop"]:
                 os.kill(os.getpid(), signal.SIGSTOP)
-            case "slow":
+            case ["slow"]:
                 time.sleep(0.2)
 
     def call(self, method: str, args: Any, kwargs: Any) -> Any:
         """One call, as an executor makes it; ``toy_`` methods are the tests' own."""
         if method == "toy_bits":
             return _digest(self.model)
+        if method == "toy_undo_bytes":
+            return 0 if self.applier._writer is None else self.applier._writer.undo_bytes
         if method == "toy_fault":
             self.staged = 0
             return self.faults.update([args])
+        if method == "toy_silence":  # as if nothing had been heard for the limit
+            with self.receiver._lock:
+                if (transfer := self.receiver._transfer) is not None:
+                    transfer.heard_at -= self.receiver._config.transfer_timeout_s
+            return None
         if method == "toy_write":  # weights written by somebody else
             with self.receiver.weights_replaced("toy_write"):
                 self.model.qkv.data.view(torch.int16).bitwise_not_()
@@ -108,17 +119,39 @@ class ToyWorker(SparseRefitWorkerExtension):
         self.receiver.close()
 
 
-def run_worker(calls: Connection, seed: int, rank: int, config: dict[str, Any]) -> None:
-    """A worker process: serves calls until its pipe closes."""
+def run_worker(
+    owner: Connection, address: str, seed: int, rank: int, config: dict[str, Any]
+) -> None:
+    """A worker process: serves calls until its owner's pipe closes.
+
+    Other processes, trainers that may die, call it over connections of their own to ``address``.
+    """
     torch.set_num_threads(1)
-    worker = ToyWorker(toy_weights(seed), rank, **config)
-    calls.send("ready")
-    try:
-        while True:
-            method, args, kwargs = calls.recv()
-            try:
-                calls.send(worker.call(method, args, kwargs))
-            except RuntimeError as error:
-                calls.send(error)
-    except (EOFError, OSError):
+    Receiver._reap_interval_s = REAP_INTERVAL_S  # type: ignore[assignment]
+    with socket.socket(socket.AF_UNIX) as door:
+        door.bind(address)
+        door.listen()
+        worker = ToyWorker(toy_weights(seed), rank, **config)
+        owner.send("ready")
+        callers = [owner]
+        while owner in callers:
+            for ready in wait([door, *callers]):
+                if ready is door:
+                    callers.append(Connection(door.accept()[0].detach()))
+                elif isinstance(ready, Connection) and not _answer(worker, ready):
+                    callers.remove(ready)
         worker.close()
+
+
+def _answer(worker: ToyWorker, caller: Connection) -> bool:
+    """Serve one call; whether the caller is still there."""
+    try:
+        method, args, kwargs = caller.recv()
+        try:
+            reply = worker.call(method, args, kwargs)
+        except RuntimeError as error:
+            reply = error
+        caller.send(reply)
+    except (EOFError, OSError):
+        return False
+    return True

@@ -25,7 +25,7 @@ def main() -> None:
     server = targets.LiveServer() if options.target == "message" else None
     target = server.message if server is not None else getattr(targets, options.target)
     with tempfile.TemporaryDirectory() as folder:
-        for number, payload in enumerate(targets.corpus()):
+        for number, payload in enumerate(targets.seeds(options.target)):
             (Path(folder) / str(number)).write_bytes(payload)
         limits = ["-rss_limit_mb=2048", "-timeout=10", "-max_len=65536", "-print_final_stats=1"]
         atheris.Setup([sys.argv[0], *limits, f"-max_total_time={options.seconds}", folder], target)

@@ -7,16 +7,20 @@ from collections.abc import Callable, Iterator
 import torch
 import zmq
 
-from tests.codec.crafted import ENTRY_BYTES, HEAD_BYTES, plain, seal
+from tests.codec.crafted import plain, seal
+from vllm_sparse_refit.checksum import checksum_hex
 from vllm_sparse_refit.codec.delta import SparseOperation, make_delta
 from vllm_sparse_refit.codec.payload import DecodeLimits, decode_payload, encode_payload
 from vllm_sparse_refit.config import WorkerConfig
 from vllm_sparse_refit.errors import PayloadError
 from vllm_sparse_refit.transport.protocol import (
     ACK,
+    DATA,
     NACK,
     PayloadMetadata,
     StatusQuery,
+    ack_bytes,
+    nack_bytes,
     parse_reply,
 )
 from vllm_sparse_refit.transport.server import ZmqSparseRefitServer
@@ -33,17 +37,33 @@ def decode(data: bytes) -> None:
 
 
 def decode_checksummed(data: bytes) -> None:
-    """The same with the checksum put right, so that what is behind it is reached."""
-    decode(checksummed(data))
+    """The same with sizes and checksum put right, so that what is behind them is reached."""
+    decode(repaired(data))
 
 
-def checksummed(data: bytes) -> bytes:
-    """The same bytes with the checksum, and the size of what follows the directory, put right."""
-    if len(data) < HEAD_BYTES:
+_PRELUDE, _ENTRY = 48, 24
+
+
+def repaired(data: bytes) -> bytes:
+    """The data with the sizes of its sections, the last one taking the rest, and the checksum put right."""
+    if len(data) < _PRELUDE + _ENTRY:
         return data
-    (sections,) = struct.unpack_from("<I", data, 28)
-    stored = max(len(data) - HEAD_BYTES - ENTRY_BYTES * sections, 0)
-    return seal(data[:40] + struct.pack("<Q", stored) + data[48:])
+    made = bytearray(data)
+    (sections,) = struct.unpack_from("<I", made, 28)
+    begin = _PRELUDE + _ENTRY * sections
+    if not 0 < sections <= 32 or begin > len(made):
+        return seal(data)
+    entries = range(_PRELUDE, begin, _ENTRY)
+    left = len(made) - begin
+    for at in entries:
+        (stored,) = struct.unpack_from("<Q", made, at + 16)
+        stored = left if at == entries[-1] else min(stored, left)
+        struct.pack_into("<Q", made, at + 16, stored)
+        if made[at + 1] == 0:  # stored as it is
+            struct.pack_into("<Q", made, at + 8, stored)
+        left -= stored
+    struct.pack_into("<Q", made, 40, len(made) - begin)
+    return seal(bytes(made))
 
 
 def _check(deltas: object) -> None:
@@ -110,11 +130,42 @@ def _frames(data: bytes) -> Iterator[bytes]:
             return
 
 
+_LONGEST = 4 * 255  # of a frame
+
+
 def framed(*frames: bytes) -> bytes:
     """Data that :meth:`LiveServer.message` takes for these frames, padded to whole sizes."""
     return b"".join(
         bytes([(len(frame) + 3) // 4]) + frame + b" " * (-len(frame) % 4) for frame in frames
     )
+
+
+def metadata_of(body: bytes) -> bytes:
+    """The metadata frame of a payload of the open transfer."""
+    return PayloadMetadata(
+        transfer_id="t",
+        sequence=1,
+        producer_id=0,
+        payload_id=0,
+        checksum=checksum_hex(body),
+        verification_candidates=0,
+    ).to_bytes()
+
+
+GOOD_METADATA = metadata_of(b"")
+
+
+def seeds(target: str) -> list[bytes]:
+    """Good inputs of a target to start from."""
+    queries = [StatusQuery().to_bytes(), StatusQuery(transfer_id="t").to_bytes()]
+    if target == "metadata":
+        reply = ack_bytes({"transfer_id": "t", "duplicate": False, "result": {}})
+        return [GOOD_METADATA, *queries, reply, nack_bytes(PayloadError("no"))]
+    if target == "message":
+        bodies = [payload[: len(payload) & ~3][:_LONGEST] for payload in corpus()]
+        payloads = [framed(DATA, b"1234", metadata_of(body), b"", body) for body in bodies]
+        return payloads + [framed(b"STAT", b"1234", query, b"", b"") for query in queries]
+    return corpus()
 
 
 def corpus() -> list[bytes]:

@@ -7,7 +7,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.fuzz import targets
-from vllm_sparse_refit.transport.protocol import DATA, PayloadMetadata
+from vllm_sparse_refit.codec.payload import decode_payload
+from vllm_sparse_refit.errors import PayloadError
+from vllm_sparse_refit.transport.protocol import DATA
 
 CORPUS = targets.corpus()
 _MORE = settings(
@@ -42,14 +44,7 @@ def test_the_decoder_raises_only_payload_errors(data: bytes) -> None:
     targets.decode_checksummed(data)
 
 
-GOOD = PayloadMetadata(
-    transfer_id="t",
-    sequence=1,
-    producer_id=0,
-    payload_id=0,
-    checksum="0" * 32,
-    verification_candidates=0,
-).to_bytes()
+GOOD = targets.GOOD_METADATA
 
 
 @_MORE
@@ -84,10 +79,15 @@ def test_a_live_server_goes_on_answering(live: targets.LiveServer, frames: list[
 
 def test_the_good_payloads_are_good() -> None:
     """So that what is mutated reaches the decoder's depths."""
-    from vllm_sparse_refit.codec.payload import decode_payload
-
     for payload in CORPUS:
         assert len(decode_payload(payload, targets.LIMITS)) == 1
-        assert targets.checksummed(payload) == payload
-        damaged = payload[:10] + b"?" + payload[11:40] + b"?" + payload[41:]
-        assert targets.checksummed(damaged) == payload
+
+
+@pytest.mark.parametrize("payload", CORPUS)
+def test_what_is_put_right_is_decoded(payload: bytes) -> None:
+    """Otherwise nothing behind the checks of sizes and checksum would be fuzzed."""
+    assert targets.repaired(payload) == payload
+    spoiled = payload[:8] + bytes(16) + payload[24:40] + bytes(8) + payload[48:]
+    with pytest.raises(PayloadError):
+        decode_payload(spoiled, targets.LIMITS)
+    assert targets.repaired(spoiled) == payload

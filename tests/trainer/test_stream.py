@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,7 @@ from vllm_sparse_refit.config import MIB, SyncConfig
 from vllm_sparse_refit.errors import (
     AuthenticationError,
     ConfigError,
+    EngineStateError,
     PayloadError,
     PayloadRejectedError,
     TensorMismatchError,
@@ -227,6 +229,23 @@ def test_an_error_in_the_iterator() -> None:
 
     with serving(Recorder()) as (_, address), pytest.raises(LookupError, match="gather failed"):
         stream(exported(), FakeTracker(), [address])
+    assert not threads_named(THREADS)
+
+
+@pytest.mark.parametrize("count", [1, 40])  # within the queues, and beyond them
+def test_a_dead_engine_ends_the_wait_for_its_acknowledgement(count: int) -> None:
+    gate = Gate()
+
+    def alive() -> None:
+        if gate.entered.is_set():
+            raise EngineStateError("engine 0 died")
+
+    started = time.monotonic()
+    with serving(gate) as (_, address):
+        with pytest.raises(EngineStateError, match="engine 0 died"):
+            stream(tensors(count), FakeTracker(), [address], timeout_s=600, alive=alive)
+        gate.opened.set()
+    assert time.monotonic() - started < 60
     assert not threads_named(THREADS)
 
 

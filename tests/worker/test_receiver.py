@@ -549,12 +549,24 @@ def test_a_direct_update_can_be_aborted(rig: Rig) -> None:
 
 def test_a_direct_update_that_fails_verification_is_taken_back(rig: Rig) -> None:
     rig.ok("update_weights_from_decoded_sparse_payload", rig.payloads[0])
-    # The same payload again undoes it, which is not what was asked for the first time.
-    rig.ok("update_weights_from_decoded_sparse_payload", rig.payloads[0])
+    bits = rig.model.qkv.data.view(torch.int16)
+    changed = (bits != rig.before["qkv"]).nonzero()[0]
+    bits[tuple(changed)] ^= 1  # somebody else writes to the model
     assert "VerificationError" in rig.refused("finish_sparse_delta_refit")
     assert rig.state == State.IDLE
     assert rig.digest == INITIAL
     assert_same_bits(rig.model, rig.before)
+
+
+def test_the_same_direct_update_twice_is_refused(rig: Rig) -> None:
+    rig.ok("update_weights_from_decoded_sparse_payload", rig.payloads[0])
+    once = state_bits(rig.model)
+    assert "VersionMismatchError" in rig.refused(
+        "update_weights_from_decoded_sparse_payload", rig.payloads[0]
+    )
+    assert_same_bits(rig.model, once)
+    rig.ok("finish_sparse_delta_refit")
+    assert_same_bits(rig.model, once)
 
 
 # --- the RPC boundary ----------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The baseline: the trainer's copy of the bits that the engines hold, and the deltas against it."""
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -145,6 +146,7 @@ class DeltaCompressionTracker:
         self._entries: dict[str, _Entry] = {}
         self._files: MappedFiles | None = None
         self._note = ""
+        self._lacks_index = False  # the files are whole, but could not be said to be
         self._unusable: str | None = _NO_SNAPSHOT
         self._mover: threading.Thread | None = None
         self._lock = threading.Lock()  # Owns the three below: the state of the running sync.
@@ -170,14 +172,17 @@ class DeltaCompressionTracker:
                 if name in self._entries:
                     raise BaselineError(f"the snapshot holds {name!r} twice; give each tensor once")
                 self._entries[name] = self._copy(name, tensor)
+            if not self._entries:
+                raise BaselineError(
+                    "the snapshot holds no tensor at all; is it an exhausted iterator?"
+                )
+            _synchronize(self._entries.values())
+            self._note = ""
+            self._write_index(self._entries)
         except BaseException:
             self._release()
             raise
-        if not self._entries:
-            raise BaselineError("the snapshot holds no tensor at all; is it an exhausted iterator?")
-        _synchronize(self._entries.values())
         self._unusable = None
-        self.annotate("")
 
     @property
     def folder(self) -> Path | None:
@@ -197,11 +202,13 @@ class DeltaCompressionTracker:
     def _write_index(self, entries: Mapping[str, _Entry]) -> None:
         if self._files is None:
             return
+        self._lacks_index = True
         tensors = [
             MappedTensor(name, entry.shape, entry.dtype, entry.bits, entry.digest or BitsDigest())
             for name, entry in entries.items()
         ]
         self._files.write_index(tensors, self._note)
+        self._lacks_index = False
 
     def reopen_baseline(self, folder: str | os.PathLike[str]) -> str:
         """Take over the baseline in files that another process left; it replaces any earlier one.
@@ -218,7 +225,9 @@ class DeltaCompressionTracker:
             BaselineError: another process holds it, its last change did not end, or a file is not what
                 the index says. There is no baseline then, and the folder is left as it is.
         """
-        self._give_up("the last baseline could not be reopened")
+        # Also one that is held here already, as after a restore that failed later on.
+        own = self.folder is not None and self.folder.resolve() == Path(folder).resolve()
+        self._give_up("the last baseline could not be reopened", keep=own)
         if not Path(folder).is_dir():
             raise BaselineError(f"there is no baseline in {str(folder)!r}: it is no folder")
         files = MappedFiles(Path(folder))
@@ -454,6 +463,12 @@ class DeltaCompressionTracker:
                 yield from encoder.feed(exported)
             yield from encoder.finish()
 
+    def take_over(self, names: Iterable[str], payloads: Iterable[bytes]) -> None:
+        """Count what other processes compared, and sent, in the running sync as exported here."""
+        with self._lock:
+            self._exported.update(names)
+            self._pending.extend(payloads)
+
     def finish_export(self) -> None:
         """Check that the running sync exported the whole baseline, less what is skipped.
 
@@ -494,13 +509,16 @@ class DeltaCompressionTracker:
             self._mover = mover
 
     def settle(self) -> None:
-        """Wait until the baseline is where the last sync left it.
+        """Wait until the baseline is where the last sync left it, in its files too.
 
         Raises:
-            BaselineError: there is no baseline, or a retained payload was damaged; then the
-                baseline is given up.
+            BaselineError: there is no baseline, or a retained payload was damaged; then the baseline is
+                given up. Or the files could not be said to be whole again, as on a full disk; then the
+                baseline is used as before, and this can be called again.
         """
-        self._usable()
+        entries = self._usable()
+        if self._lacks_index:
+            self._write_index(entries)
 
     def _move(self, entries: dict[str, _Entry], pending: list[bytes]) -> None:
         try:
@@ -511,12 +529,14 @@ class DeltaCompressionTracker:
                 for delta in decode_payload(body, limits):
                     entries[delta.name] = _moved(entries[delta.name], delta)
             _synchronize(entries.values())
-            self._write_index(entries)
         except BaseException as error:
             self._unusable = (
                 "the last sync's changes were written to it only in part "
                 f"({type(error).__name__}: {error})"
             )
+            return
+        with contextlib.suppress(BaselineError):  # then settle() tries again, and raises it
+            self._write_index(entries)
 
     def on_sync_failed(self) -> None:
         """Nothing was committed: forget the payloads. The baseline stays as it is."""
@@ -527,7 +547,15 @@ class DeltaCompressionTracker:
 
         Args:
             keep: Leave the files to be reopened.
+
+        Raises:
+            BaselineError: they shall be kept, and cannot be said to be whole, as on a full disk. Nothing
+                was given up.
         """
+        if self._mover is not None:
+            self._mover.join()
+        if keep and self._unusable is None:
+            self.settle()
         self._give_up("the tracker was closed", keep=keep)
 
     def _usable(self) -> dict[str, _Entry]:
@@ -555,7 +583,7 @@ class DeltaCompressionTracker:
         self._release(keep=keep)
 
     def _release(self, *, keep: bool = False) -> None:
-        self._entries = {}
+        self._entries, self._lacks_index = {}, False
         if self._files is not None:
             self._files.close(keep=keep)
             self._files = None

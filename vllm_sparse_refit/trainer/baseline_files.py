@@ -107,6 +107,9 @@ class MappedFiles:
         Args:
             tensors: All of them.
             note: Kept for whoever opens the folder again.
+
+        Raises:
+            BaselineError: it cannot be written; can be called again.
         """
         index = {
             "format": _FORMAT,
@@ -114,7 +117,7 @@ class MappedFiles:
             "tensors": [[t.name, t.shape, dtype_name(t.dtype), t.digest.hex] for t in tensors],
         }
         partial = self._folder / f"{_INDEX}.partial"
-        with self._naming_the_folder():
+        with _naming(self._folder, "free space, and the next call goes on: the bits are whole"):
             partial.write_text(json.dumps(index))
             partial.rename(self._folder / _INDEX)
 
@@ -183,12 +186,14 @@ def _map(path: Path, size: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(mapped).view(dtype)
 
 
+_SNAPSHOT_AGAIN: Final = "free space or change SyncConfig.baseline_dir, then snapshot again"
+
+
 @contextlib.contextmanager
-def _naming(folder: str | os.PathLike[str]) -> Iterator[None]:
+def _naming(folder: str | os.PathLike[str], remedy: str = _SNAPSHOT_AGAIN) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise BaselineError(
-            f"the baseline in {str(folder)!r} cannot be written ({error}); free space or change "
-            "SyncConfig.baseline_dir, then snapshot again"
+            f"the baseline in {str(folder)!r} cannot be written ({error}); {remedy}"
         ) from error

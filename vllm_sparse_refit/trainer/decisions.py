@@ -39,6 +39,13 @@ class DecisionLog:
                 "the file, or change SyncConfig.state_dir"
             ) from error
 
+    @property
+    def final(self) -> WeightVersion | None:
+        """The version that the latest transfer led to, if it was decided that it is final."""
+        if self.latest is None or self.latest["decision"] != "final":
+            return None
+        return WeightVersion(**self.latest["target"])
+
     def write(
         self, decision: str, transfer_id: str, base: WeightVersion, target: WeightVersion
     ) -> None:

@@ -50,6 +50,7 @@ def stream_sparse_delta_payloads_via_zmq(
     shard_rank: int = 0,
     shard_count: int = 1,
     config: SyncConfig = _DEFAULT_CONFIG,
+    alive: Callable[[], None] = lambda: None,
 ) -> dict[str, int]:
     """Send what changed since the baseline to every target, as one producer of a transfer.
 
@@ -80,6 +81,8 @@ def stream_sparse_delta_payloads_via_zmq(
         shard_count: Processes that share the tensors: number i of the iterator, counted from 0, is
             sent by shard ``i % shard_count``. The others are pulled and dropped.
         config: Payload size, queue depth, retries and verification samples.
+        alive: Called now and then by the calling thread; may raise to stop everything, for a caller that
+            learns of a dead worker sooner than by its silence.
 
     Returns:
         ``payloads``, ``deltas`` and ``changed_elements`` sent, ``total_elements`` of this shard's
@@ -93,8 +96,8 @@ def stream_sparse_delta_payloads_via_zmq(
     _check(refit_targets, shard_rank, shard_count)
     api_key = read_api_key(api_key_env_var or config.api_key_env_var)
     encoded = _Encoded()
-    with _Pipeline() as pipeline:
-        tensors: _Channel[ExportedTensor] = pipeline.channel(config.queue_depth)
+    with _Pipeline(alive) as pipeline:
+        tensors: _Channel[ExportedTensor] = pipeline.channel(config.queue_depth, alive)
         outbox: _Channel[_Numbered] = pipeline.channel(config.queue_depth)
         root = refit_targets[shard_rank % len(refit_targets)]
         levels = height(len(refit_targets), config.fanout)
@@ -213,9 +216,10 @@ class _Encoded:
 class _Channel(Generic[T]):
     """A bounded queue between two stages; a wait on it ends when the pipeline is stopped."""
 
-    def __init__(self, depth: int, stopped: threading.Event) -> None:
+    def __init__(self, depth: int, stopped: threading.Event, waits: Callable[[], None]) -> None:
         self._queue: queue.Queue[tuple[T] | None] = queue.Queue(depth)
         self._stopped = stopped
+        self._waits = waits  # called by the writer now and then while there is no room
 
     def raise_if_stopped(self) -> None:
         if self._stopped.is_set():
@@ -237,6 +241,7 @@ class _Channel(Generic[T]):
             self.raise_if_stopped()
             with contextlib.suppress(queue.Full):
                 return self._queue.put(entry, timeout=_STOP_CHECK_S)
+            self._waits()
 
     def _get(self) -> tuple[T] | None:
         while True:
@@ -249,16 +254,20 @@ class _Pipeline:
     """Threads that end together: the first error in any of them, or in the body, stops all.
 
     Leaving the ``with`` block waits for every thread and raises that first error.
+
+    Args:
+        alive: Called now and then during that wait; an error of it is one of the body's.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, alive: Callable[[], None] = lambda: None) -> None:
         self.stopped = threading.Event()
+        self._alive = alive
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()  # guards _errors
         self._errors: list[BaseException] = []
 
-    def channel(self, depth: int) -> _Channel[T]:
-        return _Channel(depth, self.stopped)
+    def channel(self, depth: int, waits: Callable[[], None] = lambda: None) -> _Channel[T]:
+        return _Channel(depth, self.stopped, waits)
 
     def start(self, name: str, stage: Callable[..., None], *args: object) -> None:
         def run() -> None:
@@ -291,7 +300,7 @@ class _Pipeline:
             self.fail(error)
         try:
             self._join()
-        except BaseException as interrupt:  # such as Ctrl-C
+        except BaseException as interrupt:  # such as Ctrl-C, or an engine that died
             self.fail(interrupt)
             self._join()
         self._raise_first(error)
@@ -300,6 +309,8 @@ class _Pipeline:
         for thread in self._threads:
             while thread.is_alive():
                 thread.join(_STOP_CHECK_S)
+                if not self.stopped.is_set():
+                    self._alive()
 
     def _raise_first(self, propagating: BaseException | None) -> None:
         with self._lock:

@@ -1,6 +1,6 @@
 """The one class that a training loop needs."""
 
-import fnmatch
+import contextlib
 import json
 import logging
 import math
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from vllm_sparse_refit.codec.dtypes import dtype_from_name, dtype_name
+from vllm_sparse_refit.codec.dtypes import dtype_name
 from vllm_sparse_refit.config import SyncConfig, read_api_key
 from vllm_sparse_refit.errors import (
     BaselineError,
@@ -25,13 +25,19 @@ from vllm_sparse_refit.trainer.decisions import DecisionLog
 from vllm_sparse_refit.trainer.engine import LocalEngine
 from vllm_sparse_refit.trainer.exported import NamedTensor
 from vllm_sparse_refit.trainer.history import RecordingSource, RetainedTransfer, TransferHistory
+from vllm_sparse_refit.trainer.producers import (
+    Coordinator,
+    ProducerGroup,
+    SingleProducer,
+    pulled_to_the_end,
+)
 from vllm_sparse_refit.trainer.report import SyncReport, VerificationReport
 from vllm_sparse_refit.trainer.resync import Lineage, Resync, Workers
 from vllm_sparse_refit.trainer.routing import Routing, join_discoveries
 from vllm_sparse_refit.trainer.saved import describe, load_baseline, read_note, save_baseline
 from vllm_sparse_refit.trainer.transaction import Transaction
 from vllm_sparse_refit.trainer.verification import compare_digests
-from vllm_sparse_refit.trainer.weights import named_weights
+from vllm_sparse_refit.trainer.weights import selected_weights
 from vllm_sparse_refit.transport.curve import read_client_keys
 from vllm_sparse_refit.weight_version import WeightVersion
 
@@ -42,6 +48,8 @@ _DEFAULTS = SyncConfig()
 # Elements compared with the engines at a snapshot: in all, and of each tensor at least.
 _SAMPLES = 1 << 16
 _LEAST_SAMPLES = 4
+# What the processes of a trainer must know of a Routing.
+_ROUTES = "skip", "overwrite", "dense"
 
 
 class WeightSynchronizer:
@@ -60,14 +68,20 @@ class WeightSynchronizer:
     Belongs to the thread that called :meth:`connect`, which must be the one that calls ``generate``.
     """
 
-    def __init__(self, engines: Sequence[Any], config: SyncConfig) -> None:
+    def __init__(
+        self, engines: Sequence[Any], config: SyncConfig, producers: ProducerGroup | None = None
+    ) -> None:
         # A key that is missing should not wait for the first sync to be noticed.
         read_api_key(config.api_key_env_var)
         read_client_keys(config.curve_key_file, config.curve_server_key_file)
         self._config = config
         self._engines = [self._engine(llm, index) for index, llm in enumerate(engines)]
         self._named = len(self._engines)
-        self._dtype = None if config.dtype is None else dtype_from_name(config.dtype)
+        self._group: ProducerGroup = SingleProducer() if producers is None else producers
+        if self._group.rank:
+            raise ConfigError(
+                f"rank {self._group.rank} of the producers drives no engines; make a ProducerShard there"
+            )
         self._tracker = DeltaCompressionTracker(config=config)
         self._version: WeightVersion | None = None
         self._dense_bytes = 0
@@ -95,12 +109,21 @@ class WeightSynchronizer:
         return LocalEngine(llm, f"engine {index}", timeout_s=self._config.rpc_timeout_s)
 
     @classmethod
-    def connect(cls, engines: Any, *, config: SyncConfig = _DEFAULTS) -> Self:
+    def connect(
+        cls,
+        engines: Any,
+        *,
+        config: SyncConfig = _DEFAULTS,
+        producers: ProducerGroup | None = None,
+    ) -> Self:
         """Connect to running engines.
 
         Args:
             engines: a :class:`vllm.LLM` or a list of them, each started with the plugin enabled.
             config: see :class:`SyncConfig`.
+            producers: the processes of the trainer, where several send: this is rank 0, and each of the
+                others has a :class:`ProducerShard`. :meth:`snapshot`, :meth:`restore` and :meth:`sync` are
+                collective then.
 
         Raises:
             ConfigError: there are none, one is given twice, or one is of a kind that is not supported.
@@ -111,7 +134,7 @@ class WeightSynchronizer:
             raise ConfigError("connect() needs at least one engine")
         if len({id(llm) for llm in llms}) != len(llms):
             raise ConfigError("connect() was given the same engine twice")
-        return cls(llms, config)
+        return cls(llms, config, producers)
 
     def replace_engine(self, old: Any, new: Any) -> None:
         """Go on with another engine in the place of one, which may be dead.
@@ -190,17 +213,38 @@ class WeightSynchronizer:
             RefitError: the weights cannot be read.
         """
         self._version = None
-        self._tracker.snapshot_baseline(self._weights(model))
-        self._discover(self._engines)
-        self._compare_samples()
-        version = self._common_version()
-        self._lineage, self._history = Lineage(), TransferHistory(self._config.retained_bytes)
-        for engine, workers in self._recover(version).items():
-            self._lineage.trust(workers)
-            if self._config.retained_bytes:
-                self._lineage.remember(engine, version)
+        with self._together() as call:
+            call.start({})
+            with pulled_to_the_end(self._weights(model), self._group) as weights:
+                self._tracker.snapshot_baseline(weights)
+            call.collect()
+            if (decided := self._decisions.final) is not None:
+                # By a trainer that died before it told everybody: what its engines wrote stays.
+                self._recover(decided)
+            self._discover(self._engines)
+            self._compare_samples()
+            version = self._common_version()
+            self._lineage, self._history = Lineage(), TransferHistory(self._config.retained_bytes)
+            for engine, workers in self._recover(version).items():
+                self._lineage.trust(workers)
+                if self._config.retained_bytes:
+                    self._lineage.remember(engine, version)
+            self._tracker.annotate(self._note(version))
+            call.end(version)
         self._version = version
-        self._tracker.annotate(self._note(version))
+
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[Coordinator]:
+        """One call that the other processes of the trainer make as well; they hear how it ends."""
+        before, call = self._version, Coordinator(self._group)
+        try:
+            yield call
+        except BaseException as error:
+            happened = self._version if self._version != before else None
+            if happened is not None:
+                error.add_note(f"the engines have come to version {happened} all the same")
+            call.fail(error, happened)
+            raise
 
     def _note(self, version: WeightVersion) -> str:
         """What goes with a baseline in files, for a trainer that finds them."""
@@ -275,11 +319,7 @@ class WeightSynchronizer:
         return version
 
     def _weights(self, model: Any) -> Iterator[NamedTensor]:
-        for name, tensor in named_weights(model):
-            if any(fnmatch.fnmatchcase(name, pattern) for pattern in self._config.ignore):
-                continue
-            cast = self._dtype is not None and tensor.is_floating_point()
-            yield name, tensor.to(self._dtype) if cast else tensor
+        return selected_weights(model, self._config)
 
     def verify(self) -> VerificationReport:
         """Compare every element that the engines should hold with what they hold, by digests.
@@ -315,16 +355,27 @@ class WeightSynchronizer:
                 without it a sync is refused while there are any.
 
         Raises:
-            BaselineError: there was no snapshot.
+            BaselineError: there was no snapshot, or the baseline's files could not follow the last sync,
+                as on a full disk; nothing was sent.
             EngineStateError: wrong thread, or unfinished requests and no pause.
             VersionMismatchError: a worker holds another version than the last sync left.
             RefitError: anything else that went wrong; every worker still holds the old version, unless the
                 message says otherwise, and the next sync can be tried.
         """
+        with self._together() as call:
+            report = self._sync(model, label, pause, call)
+            call.end(report.version)
+        logger.info("sparse_refit: %s", report)
+        return report
+
+    def _sync(
+        self, model: Any, label: str | None, pause: bool, producers: Coordinator
+    ) -> SyncReport:
         started = time.perf_counter()
         base = self._checked_base(label, pause)
         label = label if label is not None else _next_label(base)
         workers = self._recover(base)
+        self._tracker.settle()
         resynced = self._bring_up(workers, base, pause)
         transaction = Transaction(
             workers, self._config, sequence=self._next_sequence(), label=label
@@ -332,10 +383,11 @@ class WeightSynchronizer:
         source = RecordingSource(self._tracker)
         try:
             transaction.begin(dict.fromkeys(workers, base.digest))
-            counts = transaction.stream(self._weights(model), source)
+            counts = self._stream(transaction, model, base, source, producers)
             self._tracker.finish_export()
             streamed = time.perf_counter()
-            version = self._prepare(transaction, label, counts["payloads"]) or base
+            payloads = {str(rank): each["payloads"] for rank, each in enumerate(counts)}
+            version = self._prepare(transaction, label, payloads) or base
         except BaseException as error:
             self._give_up(transaction, error)
             raise
@@ -344,22 +396,53 @@ class WeightSynchronizer:
             self._end_empty(transaction)
         else:
             pause_s = self._commit(transaction, base, version, source, pause)
-        report = SyncReport(
+        return SyncReport(
             version=version,
             engines=len(workers),
             workers=sum(len(replies) for replies in workers.values()),
-            changed_elements=counts["changed_elements"],
-            total_elements=counts["total_elements"],
-            payloads=counts["payloads"],
-            wire_bytes=counts["wire_bytes"],
+            changed_elements=sum(each["changed_elements"] for each in counts),
+            total_elements=sum(each["total_elements"] for each in counts),
+            payloads=sum(payloads.values()),
+            wire_bytes=sum(each["wire_bytes"] for each in counts),
             dense_bytes=self._dense_bytes,
             stream_s=streamed - started,
             pause_s=pause_s,
             sync_s=time.perf_counter() - started,
             resynced=resynced,
         )
-        logger.info("sparse_refit: %s", report)
-        return report
+
+    def _stream(
+        self,
+        transaction: Transaction,
+        model: Any,
+        base: WeightVersion,
+        source: RecordingSource,
+        producers: Coordinator,
+    ) -> list[Mapping[str, int]]:
+        """Send the weights, as far as other processes do not; returns what was sent, by producer.
+
+        What others sent is kept here as well: this baseline is the whole one, and whoever falls behind is
+        brought up from here.
+        """
+        assert self._routing is not None
+        routing = {name: sorted(getattr(self._routing, name)) for name in _ROUTES}
+        producers.start(
+            {
+                "base": base.digest,
+                "transfer_id": transaction.transfer_id,
+                "sequence": transaction.sequence,
+                "addresses": transaction.addresses,
+                **routing,
+            }
+        )
+        with pulled_to_the_end(self._weights(model), self._group) as weights:
+            sent = transaction.stream(weights, source, producers=self._group.size)
+        counts: list[Mapping[str, int]] = [sent]
+        for shard in producers.collect():
+            self._tracker.take_over(shard.names, (payload.body for payload in shard.payloads))
+            source.payloads += shard.payloads
+            counts.append(shard.counts)
+        return counts
 
     def _recover(self, base: WeightVersion) -> dict[LocalEngine, Workers]:
         """End what an earlier transfer left open, and see what every worker holds."""
@@ -417,11 +500,13 @@ class WeightSynchronizer:
             engine.check_idle(pause)
         return self._version
 
-    def _prepare(self, transaction: Transaction, label: str, payloads: int) -> WeightVersion | None:
+    def _prepare(
+        self, transaction: Transaction, label: str, payloads: Mapping[str, int]
+    ) -> WeightVersion | None:
         """The version that all workers are ready to come to; None if nothing changed."""
-        if not payloads:
+        if not any(payloads.values()):
             return None
-        digests = set(transaction.prepare({"0": payloads}).values())
+        digests = set(transaction.prepare(payloads).values())
         if len(digests) != 1:
             raise TransactionError(
                 f"the engines staged different payloads for transfer {transaction.transfer_id}; "
@@ -489,7 +574,7 @@ class WeightSynchronizer:
         """Wait until the baseline has followed the last sync, as the next sync would do.
 
         Raises:
-            BaselineError: there is no baseline.
+            BaselineError: there is no baseline, or its files could not follow, as on a full disk.
         """
         self._tracker.settle()
 
@@ -523,27 +608,35 @@ class WeightSynchronizer:
             UnsupportedModelError: as :meth:`snapshot`.
         """
         self._version = None
-        if is_mapped_baseline(folder):
-            note = self._tracker.reopen_baseline(folder)
-            version, lineage = read_note(folder, note)
-        else:
-            saved = load_baseline(folder)
-            self._tracker.snapshot_baseline(saved.tensors)
-            version, lineage = saved.version, saved.lineage
-        self._recover(version)
-        self._discover(self._engines)
-        self._lineage, self._history = lineage, TransferHistory(self._config.retained_bytes)
+        with self._together() as call:
+            call.start({})
+            if is_mapped_baseline(folder):
+                note = self._tracker.reopen_baseline(folder)
+                version, lineage = read_note(folder, note)
+            else:
+                saved = load_baseline(folder)
+                self._tracker.snapshot_baseline(saved.tensors)
+                version, lineage = saved.version, saved.lineage
+            call.collect()
+            self._recover(version)
+            self._discover(self._engines)
+            self._lineage, self._history = lineage, TransferHistory(self._config.retained_bytes)
+            self._tracker.annotate(self._note(version))
+            call.end(version)
         self._version = version
-        self._tracker.annotate(self._note(version))
 
     def close(self, *, keep: bool = False) -> None:
         """Give the baseline's memory or files back. The engines go on as they are.
 
         Args:
             keep: Leave the files of :attr:`baseline_folder`, to :meth:`restore` from.
+
+        Raises:
+            BaselineError: they shall be kept, but could not follow the last sync, as on a full disk; this
+                can be called again.
         """
-        self._version = None
         self._tracker.close(keep=keep)
+        self._version = None
 
 
 def _next_label(base: WeightVersion) -> str:

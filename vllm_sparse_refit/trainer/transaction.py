@@ -70,8 +70,18 @@ class Transaction:
                 fanout=self._config.fanout,
             )
 
-    def stream(self, weights: Iterable[NamedTensor], source: PayloadSource) -> dict[str, int]:
-        """Compare, encode and send; see :func:`stream_sparse_delta_payloads_via_zmq`."""
+    @property
+    def addresses(self) -> list[str]:
+        """Of every worker, in the order of the tree."""
+        return list(self._addresses)
+
+    def stream(
+        self, weights: Iterable[NamedTensor], source: PayloadSource, *, producers: int = 1
+    ) -> dict[str, int]:
+        """Compare, encode and send, as the first of ``producers``.
+
+        See :func:`stream_sparse_delta_payloads_via_zmq`.
+        """
         with self._explained():
             return stream_sparse_delta_payloads_via_zmq(
                 weights,
@@ -80,7 +90,9 @@ class Transaction:
                 transfer_id=self.transfer_id,
                 sequence=self.sequence,
                 timeout_s=self._config.timeout_s,
+                shard_count=producers,
                 config=self._config,
+                alive=self._check_alive,
             )
 
     def resend(self, payloads: Sequence[SparsePayload]) -> None:

@@ -1,5 +1,6 @@
 """What a user calls a model, as (checkpoint name, tensor) pairs."""
 
+import fnmatch
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -7,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vllm_sparse_refit.codec.dtypes import dtype_from_name
+from vllm_sparse_refit.config import SyncConfig
 from vllm_sparse_refit.errors import TensorMismatchError
 from vllm_sparse_refit.trainer.checkpoint_folder import read_folder
 from vllm_sparse_refit.trainer.model_export import export_model, whole_tensor
@@ -51,6 +54,16 @@ def named_weights(model: object) -> "Iterator[NamedTensor]":
         f"{type(model).__name__} is no model: pass a transformers model, a checkpoint folder or an "
         "iterable of (checkpoint name, tensor)"
     )
+
+
+def selected_weights(model: object, config: SyncConfig) -> "Iterator[NamedTensor]":
+    """:func:`named_weights` less what ``config.ignore`` names, cast as ``config.dtype`` says."""
+    dtype = None if config.dtype is None else dtype_from_name(config.dtype)
+    for name, tensor in named_weights(model):
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in config.ignore):
+            continue
+        cast = dtype is not None and tensor.is_floating_point()
+        yield name, tensor.to(dtype) if cast else tensor
 
 
 def _checked_pairs(pairs: Iterable[Any]) -> "Iterator[NamedTensor]":

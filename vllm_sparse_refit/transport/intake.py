@@ -1,6 +1,5 @@
 """What becomes of one payload message: verified, staged exactly once, forwarded, answered."""
 
-import dataclasses
 import functools
 import logging
 import threading
@@ -170,7 +169,7 @@ class PayloadIntake:
             for child in children:
                 relay.forward(str(job.metadata.relay_root), child, payload)
         try:
-            result |= self._apply_payload(body, dataclasses.asdict(job.metadata))
+            result |= self._apply_payload(body, job.metadata.as_dict())
         except Exception as error:
             if not isinstance(error, RefitError):
                 logger.exception("staging payload %d failed", job.metadata.payload_id)

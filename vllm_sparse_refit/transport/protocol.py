@@ -87,7 +87,13 @@ class PayloadMetadata:
 
     def to_bytes(self) -> bytes:
         """The metadata frame; equal metadata gives equal bytes."""
-        return _json_bytes({"protocol": PROTOCOL, **dataclasses.asdict(self)})
+        return _json_bytes({"protocol": PROTOCOL, **self.as_dict()})
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields, all of JSON types."""
+        return dict(
+            vars(self)
+        )  # flat: dataclasses.asdict() would copy each value, for every payload
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
