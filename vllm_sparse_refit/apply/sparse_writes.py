@@ -40,6 +40,9 @@ class LoaderWriter:
             self._writer.supersede(copy.target, positions)
         self._writer.overwrite(copy.target, positions, bits_view(value)[written])
 
+    def zeros(self, target: torch.Tensor) -> None:
+        """They are there already."""
+
 
 def placed_write(copy: LoaderCopy, delta: TensorDelta) -> Write:
     """The write that brings a delta through a plain copy, at a cost that grows with what it changes."""
