@@ -316,7 +316,6 @@ FAMILIES: dict[str, Family] = {
             "use_qk_norm": True,
         },
     ),
-    "minimax_m2": Family("minimax_m2", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "whisper": Family(
         "whisper",
         {

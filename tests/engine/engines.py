@@ -149,6 +149,13 @@ def checksums(llm: Any) -> list[dict[str, str]]:
     return found
 
 
+def tensor_checksums(llm: Any) -> list[dict[str, str]]:
+    """As :func:`checksums`, also of derived tensors; the engine has ``TensorChecksums`` as extension."""
+    found: list[dict[str, str]] = llm.collective_rpc("tensor_checksums")
+    assert all(found)
+    return found
+
+
 def worker(llm: Any) -> Any:
     """The worker of an engine that runs in process."""
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
