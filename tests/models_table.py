@@ -105,7 +105,7 @@ def compare(name: str) -> dict[str, Any]:
                     sync.sync(step)
             except UnsupportedModelError as error:
                 return {
-                    "refused": str(error),
+                    "refused": str(error).replace(str(steps[0]), "its path"),
                     "unchanged": (checksums(llm), ask(llm)) == start,
                 }
             synced = checksums(llm), ask(llm)
