@@ -7,6 +7,7 @@ from typing import Any
 from transformers.models.auto import CONFIG_MAPPING
 
 VOCABULARY = 512  # token ids are 0 .. VOCABULARY - 1
+IMAGE_TOKEN = 505  # of models that take images
 
 # Attention on the CPU needs heads of 32 or more. No end token, so generation never stops early.
 _COMMON: dict[str, Any] = {
@@ -61,6 +62,14 @@ _GEMMA: dict[str, Any] = {
     "sliding_window": 128,
     "layer_types": ["sliding_attention", "full_attention"],
 }
+_LINEAR_ATTENTION: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+_NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
 @dataclass(frozen=True)
@@ -73,7 +82,9 @@ class Family:
         without: common settings that it does not have.
         auto_class: the transformers class that builds it.
         engine: what its engines need beside the usual settings.
-        runs: how its engines are asked: ``"generate"``, ``"embed"``, or ``"load"`` where they cannot be.
+        runs: how its engines are asked: ``"generate"``, ``"embed"``, ``"image"`` and ``"audio"`` (prompts
+            with one), ``"adapter"`` (without and with a LoRA adapter), or ``"load"`` where they cannot be.
+        files: what its engines need beside the weights: a function of :mod:`tests.processors`.
         ignore: checkpoint names that its engines need not get.
         int8: store linear layers in int8 with a scale for each row, as compressed-tensors does.
     """
@@ -84,6 +95,7 @@ class Family:
     auto_class: str = "AutoModelForCausalLM"
     engine: Mapping[str, Any] = field(default_factory=dict)
     runs: str = "generate"
+    files: str = ""
     ignore: tuple[str, ...] = ()
     int8: bool = False
 
@@ -171,12 +183,8 @@ FAMILIES: dict[str, Family] = {
         "qwen3_next",
         {
             **_EXPERTS,
+            **_LINEAR_ATTENTION,
             "shared_expert_intermediate_size": 64,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-            "layer_types": ["linear_attention", "full_attention"],
         },
     ),
     "lfm2": Family(
@@ -204,6 +212,159 @@ FAMILIES: dict[str, Family] = {
         {**_EXPERTS, "shared_expert_intermediate_size": 64},
         without=("head_dim",),
     ),
+    "phi": Family("phi", {}, without=("head_dim",)),
+    "gptj": Family("gptj", {**_GPT2_SIZES, "rotary_dim": 32}, without=_SIZES),
+    "gpt_bigcode": Family(
+        "gpt_bigcode", {**_GPT2_SIZES, "tie_word_embeddings": True}, without=_SIZES
+    ),
+    "minicpm3": Family(
+        "minicpm3",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 64,
+            "kv_lora_rank": 64,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 32,
+            "v_head_dim": 32,
+            "tie_word_embeddings": True,
+        },
+        without=("head_dim",),
+    ),
+    "jamba": Family(
+        "jamba",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "mamba_d_state": 16,
+        },
+        without=("head_dim",),
+        runs="load",  # as mamba
+    ),
+    "falcon_h1": Family(
+        "falcon_h1",
+        {
+            "mamba_d_ssm": 256,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 32,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 16,
+            "mamba_chunk_size": 64,
+        },
+    ),
+    "granitemoehybrid": Family(
+        "granitemoehybrid",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 64,
+            "layer_types": ["mamba", "attention"],
+            "mamba_n_heads": 8,
+            "mamba_d_head": 32,
+            "mamba_d_state": 16,
+            "mamba_chunk_size": 64,
+        },
+        without=("head_dim",),
+    ),
+    "zamba2": Family(
+        "zamba2",
+        {
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 4,
+            "layers_block_type": ["mamba", "hybrid", "hybrid"],
+            "num_mem_blocks": 1,
+            "n_mamba_heads": 8,
+            "mamba_d_state": 16,
+            "mamba_ngroups": 1,
+            "chunk_size": 64,
+            "adapter_rank": 8,
+            "tie_word_embeddings": True,
+        },
+        without=("head_dim", "num_hidden_layers"),
+    ),
+    "llama4": Family(
+        "llama4_text",
+        {
+            "intermediate_size": 64,
+            "intermediate_size_mlp": 256,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 2,
+        },
+    ),
+    "lfm2_moe": Family(
+        "lfm2_moe",
+        {
+            **_EXPERTS,
+            "num_dense_layers": 1,
+            "layer_types": ["conv", "full_attention"],
+            "tie_word_embeddings": True,
+        },
+        without=("head_dim",),
+    ),
+    "glm4_moe": Family(
+        "glm4_moe",
+        {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "use_qk_norm": True,
+        },
+    ),
+    "whisper": Family(
+        "whisper",
+        {
+            "vocab_size": VOCABULARY,
+            "num_mel_bins": 80,
+            "d_model": 128,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "encoder_ffn_dim": 256,
+            "decoder_ffn_dim": 256,
+            "max_source_positions": 100,
+            "max_target_positions": 128,
+            "init_std": 0.1,
+            "decoder_start_token_id": 1,
+            "begin_suppress_tokens": None,
+            **_NO_SPECIAL_TOKENS,
+        },
+        without=tuple(_COMMON),
+        auto_class="AutoModelForSpeechSeq2Seq",
+        engine={"skip_tokenizer_init": False},
+        runs="audio",
+        files="save_whisper_processor",
+    ),
+    "idefics3": Family(
+        "idefics3",
+        {
+            "text_config": {**_COMMON, "model_type": "llama", "tie_word_embeddings": True},
+            "vision_config": {
+                "hidden_size": 128,
+                "intermediate_size": 256,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "image_size": 32,
+                "patch_size": 8,
+                "initializer_range": 0.1,
+            },
+            "image_token_id": IMAGE_TOKEN,
+            "scale_factor": 2,
+            "tie_word_embeddings": True,
+            **_NO_SPECIAL_TOKENS,
+        },
+        without=tuple(_COMMON),
+        auto_class="AutoModelForImageTextToText",
+        engine={"skip_tokenizer_init": False},
+        runs="image",
+        files="save_idefics3_processor",
+    ),
     "bert": Family(
         "bert",
         {"pad_token_id": 0},
@@ -211,6 +372,7 @@ FAMILIES: dict[str, Family] = {
         auto_class="AutoModel",
         engine={"runner": "pooling", "skip_tokenizer_init": False},
         runs="embed",
+        files="save_tokenizer",
         ignore=("pooler.*",),
     ),
 }
@@ -251,6 +413,9 @@ FAMILIES |= {
     "deepseek_v2, EP 2": _variant("deepseek_v2", "load", **_TP, enable_expert_parallel=True),
     # One request at a time: with more, vLLM's LoRA layers raise on the CPU.
     "llama, LoRA enabled": _variant("llama", enable_lora=True, max_lora_rank=8, max_num_seqs=1),
+    "llama, LoRA adapter": _variant(
+        "llama", "adapter", enable_lora=True, max_lora_rank=8, max_num_seqs=1
+    ),
     "llama, n-gram speculation": _variant("llama", processes=True, speculative_config=_NGRAM),
     "llama, draft model": _variant("llama", speculative_config=_DRAFT),
     "llama, int8 checkpoint": replace(FAMILIES["llama"], int8=True),

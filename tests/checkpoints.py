@@ -6,14 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-import tokenizers
 import torch
 import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from tests import architectures
+from tests import architectures, processors
 from tests.architectures import VOCABULARY
 
 __all__ = ["VOCABULARY"]
@@ -63,8 +62,8 @@ def build_checkpoint(
     """Save :func:`build_model` in ``folder`` (no tokenizer) and return the folder."""
     model = build_model(family, dtype=dtype, seed=seed, **overrides)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
-    if architectures.FAMILIES[family].engine.get("skip_tokenizer_init") is False:
-        _save_tokenizer(folder)
+    if files := architectures.FAMILIES[family].files:
+        getattr(processors, files)(folder)
     if architectures.FAMILIES[family].int8:
         _quantize(folder)
     return folder
@@ -101,20 +100,29 @@ def _quantize(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def _save_tokenizer(folder: Path) -> None:
-    """A tokenizer of single words, for engines that insist on having one."""
-    words = {f"w{number}": number for number in range(VOCABULARY - 4)}
-    special = {
-        name: VOCABULARY - 4 + i for i, name in enumerate(("[UNK]", "[PAD]", "[CLS]", "[SEP]"))
+def save_adapter(folder: Path, config: Any) -> None:
+    """A random LoRA adapter of the attention's queries, values and outputs, as peft writes it."""
+    rank, hidden, head = 4, config.hidden_size, config.head_dim
+    generator, tensors = torch.Generator().manual_seed(0), dict[str, torch.Tensor]()
+    widths = {"q": config.num_attention_heads * head, "v": config.num_key_value_heads * head}
+    sizes = {**{n: (hidden, width) for n, width in widths.items()}, "o": (widths["q"], hidden)}
+    for layer in range(config.num_hidden_layers):
+        for name, (inputs, outputs) in sizes.items():
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}_proj.lora"
+            for part, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
+                value = torch.randn(shape, generator=generator).mul(0.1).to(torch.bfloat16)
+                tensors[f"{prefix}_{part}.weight"] = value
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    settings = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "target_modules": [f"{name}_proj" for name in sizes],
+        "bias": "none",
+        "use_rslora": False,
+        "use_dora": False,
     }
-    model = tokenizers.models.WordLevel({**words, **special}, unk_token="[UNK]")
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer(model),
-        unk_token="[UNK]",
-        pad_token="[PAD]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-    ).save_pretrained(folder)
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
 
 
 Change = Literal["ulps", "values"]

@@ -10,6 +10,7 @@ from tests.apply.toys import (
     CASES,
     TOYS,
     Loader,
+    Toy,
     ToyApplier,
     ToyModel,
     Weights,
@@ -242,6 +243,18 @@ def _fills_with_the_weight(model: ToyModel, weights: Weights) -> None:
         getattr(model, name).data.fill_(weight[0, 0].item())
 
 
+def _erases_with_a_copy(model: ToyModel, weights: Weights) -> None:
+    for _, weight in weights:
+        model.weight.data.copy_(weight)
+        model.weight.data[0].copy_(torch.zeros(weight.shape[1], dtype=weight.dtype))
+
+
+def _erases_with_a_fill(model: ToyModel, weights: Weights) -> None:
+    for _, weight in weights:
+        model.weight.data.copy_(weight)
+        model.weight.data[0].fill_(0)
+
+
 def _writes_the_buffer(model: ToyModel, weights: Weights) -> None:
     for _, weight in weights:
         model.table.mul_(weight.sum().float())
@@ -270,6 +283,14 @@ def test_a_loader_that_cannot_be_followed_is_refused_with_a_reason(
     found = _discover(loader, {"weight": (4, 6)}, {"weight": (4, 6)})
     assert list(found.unsupported) == ["weight"]
     assert reason in found.unsupported["weight"]
+
+
+@pytest.mark.parametrize("loader", [_erases_with_a_copy, _erases_with_a_fill])
+def test_a_loader_that_erases_what_it_copied_is_refused(loader: Loader) -> None:
+    toy = Toy({"weight": (4, 6)}, {"weight": (4, 6)}, loader)
+    model = toy.model(BF16, random_weights(toy, BF16, 0))  # its first row holds zeros
+    applier = toy_applier(model, toy.info(BF16))
+    assert "to zero afterwards" in applier.discovery.unsupported["weight"]
 
 
 def _raises_for_one(model: ToyModel, weights: Weights) -> None:

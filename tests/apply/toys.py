@@ -174,6 +174,19 @@ def _padded_by_cat(model: ToyModel, weights: Weights) -> None:
         model.weight.data.copy_(torch.cat([weight, padding]))
 
 
+def _makes_biases(model: ToyModel, weights: Weights) -> None:
+    """As loaders do for fused layers a part of whose bias the checkpoint lacks: zeros, at the end."""
+    made = list[torch.Tensor]()
+    for name, weight in weights:
+        if name == "q_bias":
+            model.qk_bias.data[:4].copy_(weight)
+        else:
+            model.weight.data.copy_(weight)
+            made += [torch.zeros(4, dtype=weight.dtype), weight.new_zeros(4)]
+    for start, bias in zip((4, 6), made, strict=True):
+        model.qk_bias.data[start : start + 2].copy_(bias.narrow(0, 2, 2))
+
+
 def _loaded_twice(model: ToyModel, weights: Weights) -> None:
     for _, weight in weights:
         model.first.data.copy_(weight)
@@ -280,6 +293,12 @@ TOYS = {
     "chunked": Toy({"up_gate": (6, 5)}, {"gate_up": (6, 5)}, _chunked, {"up_gate": _VIEW}),
     "padded_by_cat": Toy(
         {"weight": (4, 5)}, {"weight": (6, 5)}, _padded_by_cat, {"weight": _DENSE}
+    ),
+    "makes_biases": Toy(
+        {"weight": (4, 5), "q_bias": (4,)},
+        {"weight": (4, 5), "qk_bias": (8,)},
+        _makes_biases,
+        {"weight": _VIEW, "q_bias": _VIEW},
     ),
     "loaded_twice": Toy(
         {"weight": (4, 5)}, {"first": (4, 5), "second": (5, 4)}, _loaded_twice, {"weight": _VIEW}

@@ -2,12 +2,17 @@
 
 import contextlib
 import gc
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
+
+from tests.checkpoints import save_adapter
 
 PROMPTS = [
     {"prompt_token_ids": list(range(10, 42))},
@@ -67,8 +72,11 @@ def engine(
             CPUWorker.__bases__ = bases
 
 
-def generate(llm: Any, tokens: int = 6) -> list[Any]:
-    """Greedy tokens with their log-probabilities, and the prompts' log-probabilities, as plain values."""
+def generate(llm: Any, tokens: int = 6, prompts: Any = PROMPTS, **options: Any) -> list[Any]:
+    """Greedy tokens with their log-probabilities, and the prompts' log-probabilities, as plain values.
+
+    ``options`` go to ``LLM.generate``.
+    """
     from vllm import SamplingParams
 
     sampling = SamplingParams(
@@ -79,12 +87,12 @@ def generate(llm: Any, tokens: int = 6) -> list[Any]:
         detokenize=False,
         ignore_eos=True,
     )
-    outputs = llm.generate(PROMPTS, sampling, use_tqdm=False)
+    outputs = llm.generate(prompts, sampling, use_tqdm=False, **options)
     return [
         (
             list(output.outputs[0].token_ids),
             [_plain(step) for step in output.outputs[0].logprobs],
-            [_plain(step) for step in output.prompt_logprobs],
+            [_plain(step) for step in output.prompt_logprobs or ()],
         )
         for output in outputs
     ]
@@ -98,6 +106,38 @@ def embed(llm: Any) -> list[list[float]]:
     ]
 
 
+def load(_: Any) -> None:
+    """Nothing, of engines that cannot be asked."""
+
+
+def image(llm: Any) -> list[Any]:
+    """As :func:`generate`, also for a prompt with an image."""
+    pixels = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    tokens = [7, llm.llm_engine.model_config.hf_config.image_token_id, 400, 11]
+    prompt = {"prompt_token_ids": tokens, "multi_modal_data": {"image": Image.fromarray(pixels)}}
+    return generate(llm, prompts=[*PROMPTS, prompt])
+
+
+def audio(llm: Any) -> list[Any]:
+    """As :func:`generate`, after an encoder has read two seconds of noise."""
+    noise = np.random.default_rng(0).standard_normal(2 * 16000).astype(np.float32)
+    encoder = {"prompt": "", "multi_modal_data": {"audio": (noise, 16000)}}
+    prompt = {"encoder_prompt": encoder, "decoder_prompt": {"prompt_token_ids": [7, 3, 400]}}
+    return generate(llm, prompts=[prompt])
+
+
+def adapter(llm: Any) -> list[Any]:
+    """As :func:`generate`, without and with a LoRA adapter."""
+    from vllm.lora.request import LoRARequest
+
+    with tempfile.TemporaryDirectory(prefix="adapter-") as folder:
+        save_adapter(Path(folder), llm.llm_engine.model_config.hf_config)
+        request = LoRARequest("adapter", 1, folder)
+        plain, adapted = generate(llm), generate(llm, lora_request=request)
+    assert plain != adapted
+    return [plain, adapted]
+
+
 def _plain(step: Any) -> list[tuple[int, float]]:
     return [] if step is None else sorted((token, value.logprob) for token, value in step.items())
 
@@ -105,6 +145,13 @@ def _plain(step: Any) -> list[tuple[int, float]]:
 def checksums(llm: Any) -> list[dict[str, str]]:
     """vLLM's own checksum of every parameter and buffer, one mapping for each rank."""
     found: list[dict[str, str]] = llm.collective_rpc("compute_weight_checksums")
+    assert all(found)
+    return found
+
+
+def tensor_checksums(llm: Any) -> list[dict[str, str]]:
+    """As :func:`checksums`, also of derived tensors; the engine has ``TensorChecksums`` as extension."""
+    found: list[dict[str, str]] = llm.collective_rpc("tensor_checksums")
     assert all(found)
     return found
 

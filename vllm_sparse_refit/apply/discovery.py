@@ -130,6 +130,9 @@ class _Probe:
     error: str = ""
 
 
+_ERASED = "the model's loader sets what it copied of it to zero afterwards"
+
+
 @dataclass(frozen=True, eq=False)
 class _Probes:
     results: Mapping[str, _Probe]
@@ -139,11 +142,14 @@ class _Probes:
 class _Recorder:
     """Collects the loader's copies by canonical name, and notices when they come out of turn.
 
-    ``used`` collects the keys of the storages that the loader reads.
+    ``used`` collects the keys of the storages that the loader reads, ``erased`` the names of which it sets
+    to zero what it has just copied.
     """
 
     def __init__(self) -> None:
         self.copies: dict[str, list[LoaderCopy]] = {}
+        self.erased: set[str] = set()
+        self._copied: dict[int, list[tuple[str, Box]]] = {}
         self.used: set[int] = set()
         self._owner: dict[int, str] = {}
         self.in_turn = True
@@ -160,6 +166,13 @@ class _Recorder:
         owner = self._owner.get(storage_key(copy.source), weight.name)
         self.in_turn &= owner == weight.name
         self.copies.setdefault(weight.name, []).append(replace(copy, source=None))
+        entry = (weight.name, copy.target_box)
+        self._copied.setdefault(storage_key(copy.target), []).append(entry)
+
+    def zeros(self, target: torch.Tensor) -> None:
+        copied = self._copied.get(storage_key(target), ())
+        box = Box.of(target)
+        self.erased.update(name for name, other in copied if boxes_overlap(other, box))
 
 
 def stand_in(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -184,7 +197,10 @@ def _observe(live: LiveModel, state_dict_info: Mapping[str, TensorInfo]) -> _Pro
     except Exception as error:  # a loader may raise anything; the single calls tell for what
         logger.debug("the loader raised during discovery, probing tensor by tensor", exc_info=error)
         return _observe_each(live, state_dict_info, recorder.used_names())
-    results = {n: _Probe(tuple(recorder.copies.get(n, ()))) for n in state_dict_info}
+    results = {
+        n: _Probe(tuple(recorder.copies.get(n, ())), _ERASED if n in recorder.erased else "")
+        for n in state_dict_info
+    }
     silent = {n: state_dict_info[n] for n, probe in results.items() if not probe.copies}
     used = recorder.used_names()
     # A tensor that is neither read nor claimed is skipped. That is not asked of the loader with the
@@ -232,6 +248,8 @@ def _observe_one(live: LiveModel, name: str, info: TensorInfo, used: bool = Fals
     if changed and not error:
         error = f"the model's loader replaces {', '.join(changed[:3])} instead of copying into it"
     copies = tuple(recorder.copies.get(name, ()))
+    if name in recorder.erased and not error:
+        error = _ERASED
     if not copies and not error:
         # A loader may report parameters of another pipeline stage, which this rank does not have.
         claimed = any(owned.full_name in (loaded or ()) for owned in live.tensors())

@@ -26,6 +26,9 @@ class _Results:
     def copy(self, weight: LoaderWeight, copy: LoaderCopy) -> None:
         self.values.append(loaded_value(copy))
 
+    def zeros(self, target: torch.Tensor) -> None:
+        """They are there already."""
+
 
 def loaded_value(copy: LoaderCopy) -> torch.Tensor:
     """What ``target.copy_(source)`` would leave in the target: cast and broadcast, contiguous,

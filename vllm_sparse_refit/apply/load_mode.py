@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_sparse_refit.apply.placement import Box, BoxCopy
 from vllm_sparse_refit.apply.storage import storage_bits, storage_key
+from vllm_sparse_refit.codec.dtypes import bits_view
 from vllm_sparse_refit.errors import UnsupportedModelError
 
 aten = torch.ops.aten
+_ZEROS = (aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default)
 
 
 class LoadKind(enum.StrEnum):
@@ -81,15 +84,18 @@ class CopySink(Protocol):
 
     def copy(self, weight: LoaderWeight, copy: LoaderCopy) -> None: ...
 
+    def zeros(self, target: torch.Tensor) -> None:
+        """Take note that the loader sets ``target``, which holds zeros, to zeros again."""
+
 
 class _SparseWeightLoadMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     """Turn native loader copies into sparse XOR or overwrite.
 
     While active, no operator writes to a watched storage. ``copy_`` is handed to the sink with the
     weight that is being loaded; filling vocabulary padding with zeros is dropped, since the padding
-    holds zeros already; every other write raises :class:`UnsupportedModelError`, naming operator
-    and weight. Assigning ``.data`` is no operator and is not seen here: the caller compares
-    storages.
+    holds zeros already, and so are copies of zeros that the loader made itself (biases that a
+    checkpoint lacks); every other write raises :class:`UnsupportedModelError`, naming operator and
+    weight. Assigning ``.data`` is no operator and is not seen here: the caller compares storages.
 
     Args:
         targets: the watched storages by :func:`storage_key`: all that belongs to the live model.
@@ -106,6 +112,7 @@ class _SparseWeightLoadMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._used = used
         self._weight: LoaderWeight | None = None
         self._source_modified = False
+        self._own_zeros: dict[int, StorageWeakRef] = {}
 
     def start(self, weight: LoaderWeight) -> None:
         """Say which canonical tensor the loader is about to get."""
@@ -133,9 +140,14 @@ class _SparseWeightLoadMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if storage_key(written) in self._targets:
                 self._other_write(func, written, args)
                 return args[0]
+            self._own_zeros.pop(storage_key(written), None)
             if self._weight is not None and _same_storage(written, self._weight.source):
                 self._source_modified = True
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func in _ZEROS and result.numel():
+            made = StorageWeakRef(result.untyped_storage())  # type: ignore[no-untyped-call]  # torch's own
+            self._own_zeros[storage_key(result)] = made
+        return result
 
     def _current(self) -> LoaderWeight:
         if self._weight is None:
@@ -146,11 +158,22 @@ class _SparseWeightLoadMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         weight = self._current()
+        if self._is_own_zeros(source) and not bool(bits_view(target).any()):
+            self._sink.zeros(target.detach())
+            return
         # A source that the loader changed in place no longer holds the canonical bits.
         plain = not self._source_modified
         boxes = _plain_boxes(weight.source, target, source) if plain else None
         cast = plain and _is_cast(weight.source, target, source)
         self._sink.copy(weight, LoaderCopy(target.detach(), boxes, source.detach(), cast))
+
+    def _is_own_zeros(self, source: torch.Tensor) -> bool:
+        """Whether the loader made ``source`` as zeros, of no weight, and left it so."""
+        made = self._own_zeros.get(storage_key(source))
+        # A storage made since then may have the address of one that is gone.
+        if made is None or made.expired():  # type: ignore[no-untyped-call]  # torch's own
+            return False
+        return not bool(bits_view(source).any())
 
     def _other_write(self, func: Any, target: torch.Tensor, args: tuple[Any, ...]) -> None:
         weight = self._current()
@@ -160,7 +183,7 @@ class _SparseWeightLoadMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             source = torch.empty((), dtype=target.dtype).fill_(args[1])
             self._sink.copy(weight, LoaderCopy(target.detach(), None, source))
         elif func is aten.zero_.default or (func in fill and float(args[1]) == 0.0):
-            return
+            self._sink.zeros(target.detach())
         else:
             raise UnsupportedModelError(
                 f"{weight.name}: the model's loader writes to a parameter with {func}, "

@@ -42,6 +42,9 @@ class LoaderWriter:
             self._writer.supersede(copy.target, positions)
         self._writer.overwrite(copy.target, positions, bits_view(value)[written])
 
+    def zeros(self, target: torch.Tensor) -> None:
+        """They are there already."""
+
 
 @dataclass(frozen=True, eq=False)
 class PlacedDelta(TensorDelta):
