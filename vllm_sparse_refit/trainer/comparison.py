@@ -12,7 +12,7 @@ from vllm_sparse_refit.codec.delta import SparseOperation, find_changes
 from vllm_sparse_refit.trainer.exported import ExportedTensor, HostCopier, PendingCopy, chunks
 
 # Small tensors are compared together, so that each thread has something to do for a while.
-_GROUP_BYTES: Final = 1 << 22
+_GROUP_BYTES: Final = 1 << 23
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,9 +96,15 @@ def comparisons(
         whole: Ship every element, changed or not.
     """
     device = exported.tensor.device
-    stream = None if device.type == "cpu" else copier.stream(exported)
     pieces = chunks(exported.tensor, chunk_elements)
     begin = 0
+    if device.type == "cpu" == baseline.device.type:
+        for piece in pieces:
+            old = baseline[begin : begin + piece.numel()]
+            yield Comparison(exported, operation, begin, old, piece, whole, None)
+            begin += piece.numel()
+        return
+    stream = None if device.type == "cpu" else copier.stream(exported)
     while True:
         # Entered anew for each piece: what runs between two of them is the caller's.
         with _current(stream):
@@ -138,7 +144,7 @@ def run_all(group: Sequence[Comparison]) -> list[CodedDelta]:
 
 
 def grouped(chunked: Iterable[Comparison]) -> Iterator[list[Comparison]]:
-    """Put small chunks together, in order, into groups of four mebibytes or more."""
+    """Put small chunks together, in order, into groups of eight mebibytes or more."""
     group: list[Comparison] = []
     size = 0
     for comparison in chunked:

@@ -15,8 +15,9 @@ from vllm_sparse_refit.trainer.exported import ExportedTensor
 Payload = TypeVar("Payload")
 
 _MOST_THREADS: Final = 8
-# Exported tensors that wait to be cut into chunks.
-_WAITING_TENSORS: Final = 8
+# Exported tensors that wait to be cut into chunks, together; two may always wait. Small ones are handed over
+# many at a time, since each time that a caller is woken up costs more than it takes to compare one.
+_WAITING_BYTES: Final = 1 << 26
 
 
 def default_threads() -> int:
@@ -61,6 +62,7 @@ class ParallelEncoder(Generic[Payload]):
         self._due = threading.Condition(lock)  # the threads wait for work
         self._news = threading.Condition(lock)  # the caller waits for room or a payload
         self._fed: collections.deque[ExportedTensor] = collections.deque()
+        self._fed_bytes = 0
         self._export_ended = False
         self._all_cut = False
         self._cut = 0
@@ -110,6 +112,7 @@ class ParallelEncoder(Generic[Payload]):
                 payload = self._next_payload()
                 if payload is None:
                     self._fed.append(tensor)
+                    self._fed_bytes += tensor.tensor.nbytes
                     if len(self._fed) == 1:
                         self._due.notify_all()
                     return
@@ -134,8 +137,7 @@ class ParallelEncoder(Generic[Payload]):
 
     @property
     def _has_room(self) -> bool:
-        # Once full, the caller is woken for a few at a time.
-        return len(self._fed) < _WAITING_TENSORS
+        return self._fed_bytes < _WAITING_BYTES or len(self._fed) < 2
 
     @property
     def _is_ready(self) -> bool:
@@ -248,6 +250,7 @@ class ParallelEncoder(Generic[Payload]):
                 if not self._fed or self._stopped or self._error:
                     return
                 tensor = self._fed.popleft()
-                if len(self._fed) == _WAITING_TENSORS // 2:
+                self._fed_bytes -= tensor.tensor.nbytes
+                if self._fed_bytes < _WAITING_BYTES // 2 or not self._fed:
                     self._news.notify()
             yield tensor
