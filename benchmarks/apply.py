@@ -118,8 +118,8 @@ class Subject:
         self._loaded(old)
         medians = {name: statistics.median(found[WARM_UPS:]) for name, found in seconds.items()}
         lines = sum(touched_lines(old[name], new[name]) for name in old)
-        # Each line that is touched is read and written.
-        bound = 2 * lines * CACHE_LINE_BYTES / bandwidth()
+        # Each line that is touched is read for the digests, and then read and written.
+        bound = 3 * lines * CACHE_LINE_BYTES / bandwidth()
         return {
             **medians,
             "pause_s": statistics.median(self._pauses[WARM_UPS:]),

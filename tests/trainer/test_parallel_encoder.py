@@ -15,7 +15,7 @@ from vllm_sparse_refit.trainer.comparison import Comparison, comparisons
 from vllm_sparse_refit.trainer.exported import ExportedTensor, HostCopier, PendingCopy
 from vllm_sparse_refit.trainer.parallel_encoder import ParallelEncoder
 
-ELEMENTS = 1 << 21  # four mebibytes: a group of its own
+ELEMENTS = 1 << 22  # eight mebibytes: a group of its own
 # Groups that two threads may have under way: eight, and one each that was let in at the same time.
 WINDOW = 8 + 2
 

@@ -15,7 +15,7 @@ from vllm_sparse_refit.apply.discovery import DiscoveredWeight
 from vllm_sparse_refit.apply.placement import Box
 from vllm_sparse_refit.apply.sparse_writes import PlacedDelta
 from vllm_sparse_refit.apply.writer import Write, digest_targets
-from vllm_sparse_refit.codec.digest import BitsDigest
+from vllm_sparse_refit.codec.digest import BitsDigest, digest_sum
 from vllm_sparse_refit.errors import VersionMismatchError
 
 
@@ -36,7 +36,7 @@ class PriorBits:
     @property
     def differs(self) -> bool:
         """Whether this rank holds all of the tensor and something else in it."""
-        return self.weight.is_whole and sum(self.found.values(), BitsDigest()) != self.expected
+        return self.weight.is_whole and digest_sum(self.found.values()) != self.expected
 
     def as_reply(self) -> dict[str, Any]:
         """For whoever asks all ranks, as JSON types; digests in hexadecimal."""
@@ -101,5 +101,5 @@ def _prior_bits(
             box, digest = copy.boxes.source.normalized, BitsDigest(low, high)
             # Two copies of the same elements count once, if they hold the same.
             found[box] = digest if found.get(box, digest) == digest else BitsDigest(~low, high)
-        expected = sum((part.prior for part in parts if part.prior), BitsDigest())
+        expected = digest_sum(part.prior for part in parts if part.prior is not None)
         yield PriorBits(weights[name], expected, found)

@@ -48,6 +48,8 @@ class StorageDigests:
         Args:
             written: Each write, in order, and the bits that were there before.
         """
+        if not self.watched:
+            return self
         watched = dict(self.watched)
         for write, before in written:
             key = storage_key(write.storage)

@@ -7,7 +7,7 @@ taken away and the new ones added. The hash is a linear form of both, mixed by m
 shifts. It finds accidents, not attackers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Self
 
@@ -88,6 +88,14 @@ class BitsDigest:
         """What :func:`digest_on_device` computed, or a sum of such; waits for the device."""
         low, high = halves.tolist()
         return cls(low % _HALF, high % _HALF)
+
+
+def digest_sum(digests: Iterable[BitsDigest]) -> BitsDigest:
+    """The digest of all elements of parts that share none."""
+    low = high = 0
+    for digest in digests:
+        low, high = low + digest.low, high + digest.high
+    return BitsDigest(low % _HALF, high % _HALF)
 
 
 def digest_on_device(bits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

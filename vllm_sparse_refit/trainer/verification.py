@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from vllm_sparse_refit.codec.digest import BitsDigest, box_digest
+from vllm_sparse_refit.codec.digest import BitsDigest, box_digest, digest_sum
 from vllm_sparse_refit.trainer.baseline import DeltaCompressionTracker
 from vllm_sparse_refit.trainer.report import VerificationReport
 
@@ -66,7 +66,7 @@ def differing_parts(replies: Iterable[Mapping[str, Any]]) -> list[str]:
         if any(len(digests) > 1 for digests in boxes.values()):
             different.append(name)
         elif sum(math.prod(shape) for _, shape, _ in boxes) == elements:
-            total = sum((digest for digests in boxes.values() for digest in digests), BitsDigest())
+            total = digest_sum(digest for digests in boxes.values() for digest in digests)
             if total != expected:
                 different.append(name)
     return different
