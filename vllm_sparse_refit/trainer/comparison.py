@@ -99,10 +99,10 @@ def comparisons(
     pieces = chunks(exported.tensor, chunk_elements)
     begin = 0
     if device.type == "cpu" == baseline.device.type:
-        for piece in pieces:
-            old = baseline[begin : begin + piece.numel()]
-            yield Comparison(exported, operation, begin, old, piece, whole, None)
-            begin += piece.numel()
+        for chunk in pieces:
+            old = baseline[begin : begin + chunk.numel()]
+            yield Comparison(exported, operation, begin, old, chunk, whole, None)
+            begin += chunk.numel()
         return
     stream = None if device.type == "cpu" else copier.stream(exported)
     while True:
