@@ -121,9 +121,9 @@ def _planes(kinds: range, numbers: Iterable[tuple[int, bytes]]) -> dict[int, Buf
         for width, same in itertools.groupby(numbers, key=operator.itemgetter(0))
     ]
     arrays = [array for array in arrays if array.size]
-    if not arrays:
-        return planes
-    for plane, kind in enumerate(kinds):
+    largest = max((int(array.max()) for array in arrays), default=0)
+    used = max(-(-largest.bit_length() // 8), 1) if arrays else 0
+    for plane, kind in enumerate(kinds[:used]):
         parts = [array for array in arrays if array.itemsize > plane]
         size = sum(part.size for part in parts)
         content = kernels.scratch(f"plane {kind}", size, np.uint8)
@@ -131,7 +131,7 @@ def _planes(kinds: range, numbers: Iterable[tuple[int, bytes]]) -> dict[int, Buf
         for part in parts:
             kernels.write_plane(part, plane, content[at : at + part.size])
             at += part.size
-        if plane == 0 or content.any():
+        if plane in {0, used - 1} or content.any():
             planes[kind] = content.data
     return planes
 

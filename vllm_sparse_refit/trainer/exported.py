@@ -70,6 +70,9 @@ def chunks(tensor: torch.Tensor, elements: int) -> Iterator[torch.Tensor]:
 def _pieces(bits: torch.Tensor, elements: int) -> Iterator[torch.Tensor]:
     if bits.is_contiguous():
         flat = bits.view(-1)
+        if 0 < flat.numel() <= elements:
+            yield flat
+            return
         for begin in range(0, flat.numel(), elements):
             yield flat[begin : begin + elements]
     elif bits.numel() <= elements:
