@@ -16,8 +16,8 @@ from vllm_sparse_refit.trainer.exported import ExportedTensor, HostCopier, Pendi
 from vllm_sparse_refit.trainer.parallel_encoder import ParallelEncoder
 
 ELEMENTS = 1 << 22  # eight mebibytes: a group of its own
-# Groups that two threads may have under way: eight, and one each that was let in at the same time.
-WINDOW = 8 + 2
+# Groups that two threads may have under way: eight taken, sixteen that wait, and one that is handed over.
+WINDOW = 8 + 16 + 1
 
 
 @pytest.fixture(autouse=True)
@@ -143,6 +143,28 @@ def test_an_error_in_the_cutting_is_raised() -> None:
         pytest.raises(KeyError, match="broken"),
     ):
         list(run(encoder, [tensor("a"), tensor("broken"), *[tensor("b")] * 50]))
+
+
+@pytest.mark.parametrize("count", [1, 2, 30])
+def test_an_error_at_the_very_end_is_raised(count: int) -> None:
+    """Nothing else is left to be done then, and it must not look as if all were done."""
+
+    class Broken(threading.Event):
+        def synchronize(self) -> None:
+            raise MemoryError("lost")
+
+    def cut_broken(exported: ExportedTensor) -> Iterable[Comparison]:
+        for comparison in cut(exported):
+            late = PendingCopy(exported.tensor.view(torch.int16), Broken())  # type: ignore[arg-type]
+            last = exported.name == f"w{count - 1}"
+            yield replace(comparison, new=late) if last else comparison
+
+    for _ in range(20):
+        with (
+            ParallelEncoder(cut_broken, names, payload_bytes=1 << 30, threads=2) as encoder,
+            pytest.raises(MemoryError, match="lost"),
+        ):
+            list(run(encoder, [tensor(f"w{i}", elements=1 << 18) for i in range(count)]))
 
 
 def test_an_error_in_the_encoding_is_raised() -> None:

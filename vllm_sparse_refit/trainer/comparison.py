@@ -3,16 +3,12 @@
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 
 from vllm_sparse_refit.codec.coding import CodedDelta, code_changes
 from vllm_sparse_refit.codec.delta import SparseOperation, find_changes
 from vllm_sparse_refit.trainer.exported import ExportedTensor, HostCopier, PendingCopy, chunks
-
-# Small tensors are compared together, so that each thread has something to do for a while.
-_GROUP_BYTES: Final = 1 << 23
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +37,11 @@ class Comparison:
     def new_bits(self) -> torch.Tensor:
         """The new bits, once they are where the old ones are."""
         return self.new.wait() if isinstance(self.new, PendingCopy) else self.new
+
+    @property
+    def is_view(self) -> bool:
+        """Whether the new bits are those of the exported tensor itself, and no copy."""
+        return isinstance(self.new, torch.Tensor) and self.exported.tensor.is_contiguous()
 
     def run(self) -> CodedDelta | None:
         """The chunk's delta, None if nothing changed.
@@ -141,17 +142,3 @@ def _has_nan(values: torch.Tensor) -> bool:
 def run_all(group: Sequence[Comparison]) -> list[CodedDelta]:
     """The deltas of a group, in order, less those of chunks in which nothing changed."""
     return [delta for comparison in group if (delta := comparison.run()) is not None]
-
-
-def grouped(chunked: Iterable[Comparison]) -> Iterator[list[Comparison]]:
-    """Put small chunks together, in order, into groups of eight mebibytes or more."""
-    group: list[Comparison] = []
-    size = 0
-    for comparison in chunked:
-        group.append(comparison)
-        size += comparison.old.nbytes
-        if size >= _GROUP_BYTES:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group

@@ -9,15 +9,14 @@ from typing import Final, Generic, Self, TypeVar
 
 from vllm_sparse_refit.codec.coding import CodedDelta
 from vllm_sparse_refit.codec.payload import DeltaBatcher
-from vllm_sparse_refit.trainer.comparison import Comparison, grouped, run_all
+from vllm_sparse_refit.trainer.comparison import Comparison, run_all
 from vllm_sparse_refit.trainer.exported import ExportedTensor
 
 Payload = TypeVar("Payload")
 
 _MOST_THREADS: Final = 8
-# Exported tensors that wait to be cut into chunks, together; two may always wait. Small ones are handed over
-# many at a time, since each time that a caller is woken up costs more than it takes to compare one.
-_WAITING_BYTES: Final = 1 << 26
+# Small tensors are compared together, so that each thread has something to do for a while.
+_GROUP_BYTES: Final = 1 << 23
 
 
 def default_threads() -> int:
@@ -25,20 +24,21 @@ def default_threads() -> int:
     return min(len(os.sched_getaffinity(0)), _MOST_THREADS)
 
 
-# Every thread does whatever is due next, and nobody hands work to anybody: to hand over and to wake up
+# Every thread does whatever is due next, and nobody hands a result to anybody: to hand over and to wake up
 # costs more than to compare a small tensor.
 #
-#   feed -> tensors - cut -> groups of chunks - run -> deltas, in order -> batches - encode -> payloads
+#   feed: cut -> groups of chunks - run -> deltas, in order -> batches - encode -> payloads
 #
 #   A thread takes a batch, if one is full; otherwise the next group, while few payloads wait to be taken
 #   and few groups were taken since the first that is not compared yet; otherwise it waits. It ends when
 #   the export has ended and nothing is left.
-#   The caller feeds tensors while there is room, and takes payloads in order as they are ready.
+#   The caller cuts tensors into groups while there is room for one, and takes payloads in order as they are
+#   ready.
 class ParallelEncoder(Generic[Payload]):
     """Encodes exported tensors in several threads. One user thread; leaving ``with`` ends the threads.
 
     Args:
-        cut: The comparisons of a tensor; called by one thread at a time, in the order of the export.
+        cut: The comparisons of a tensor; called by the user thread.
         encode: Joins deltas into a payload; called by several threads.
         payload_bytes: Size before compression at which a payload is closed.
         threads: At least 1.
@@ -52,20 +52,22 @@ class ParallelEncoder(Generic[Payload]):
         payload_bytes: int,
         threads: int,
     ) -> None:
+        self._cut_tensor = cut
         self._encode = encode
+        self._group: list[Comparison] = []  # of the user thread, until it is full
+        self._group_bytes = 0
         self._most_payloads = threads + 1
+        # Groups that wait: copies take memory, views of the caller's tensors do not.
+        self._most_copies = threads
+        self._most_waiting = 8 * threads
         # One thread that is slow must not let the others compare the whole model behind its back.
         self._most_groups = 4 * threads
-        self._groups = grouped(chunk for tensor in self._tensors() for chunk in cut(tensor))
-        self._cutting = threading.Lock()  # owns _groups; taken before the other
         lock = threading.Lock()  # owns everything below
         self._due = threading.Condition(lock)  # the threads wait for work
         self._news = threading.Condition(lock)  # the caller waits for room or a payload
-        self._fed: collections.deque[ExportedTensor] = collections.deque()
-        self._fed_bytes = 0
-        self._export_ended = False
+        self._groups: collections.deque[list[Comparison]] = collections.deque()
         self._all_cut = False
-        self._cut = 0
+        self._taken_groups = 0
         self._running = 0
         self._deltas: dict[int, list[CodedDelta]] = {}
         self._in_order = 0
@@ -101,22 +103,16 @@ class ParallelEncoder(Generic[Payload]):
             thread.join()
 
     def feed(self, tensor: ExportedTensor) -> Iterator[Payload]:
-        """Hand a tensor over, and yield the payloads that are ready until there is room for it.
+        """Hand a tensor over, and yield the payloads that are ready until there is room for all of it.
 
         Raises:
-            Exception: the first error of any thread.
+            Exception: the first error of any thread, or of cutting the tensor.
         """
-        while True:
-            with self._news:
-                self._news.wait_for(lambda: self._has_room or self._is_ready or self._error)
-                payload = self._next_payload()
-                if payload is None:
-                    self._fed.append(tensor)
-                    self._fed_bytes += tensor.tensor.nbytes
-                    if len(self._fed) == 1:
-                        self._due.notify_all()
-                    return
-            yield payload
+        for comparison in self._cut_tensor(tensor):
+            self._group.append(comparison)
+            self._group_bytes += comparison.old.nbytes
+            if self._group_bytes >= _GROUP_BYTES:
+                yield from self._hand_over()
 
     def finish(self) -> Iterator[Payload]:
         """Say that the export has ended, and yield the payloads that are left.
@@ -124,8 +120,10 @@ class ParallelEncoder(Generic[Payload]):
         Raises:
             Exception: the first error of any thread.
         """
+        yield from self._hand_over()
         with self._due:
-            self._export_ended = True
+            self._all_cut = True
+            self._close_batches()
             self._due.notify_all()
         while True:
             with self._news:
@@ -135,9 +133,22 @@ class ParallelEncoder(Generic[Payload]):
                 return
             yield payload
 
-    @property
-    def _has_room(self) -> bool:
-        return self._fed_bytes < _WAITING_BYTES or len(self._fed) < 2
+    def _hand_over(self) -> Iterator[Payload]:
+        """Give the group to the threads once there is room."""
+        views = all(comparison.is_view for comparison in self._group)
+        most = self._most_waiting if views else self._most_copies
+        while self._group:
+            with self._news:
+                self._news.wait_for(
+                    lambda: len(self._groups) < most or self._is_ready or self._error
+                )
+                payload = self._next_payload()
+                if payload is None:
+                    self._groups.append(self._group)
+                    self._group, self._group_bytes = [], 0
+                    self._due.notify()
+                    return
+            yield payload
 
     @property
     def _is_ready(self) -> bool:
@@ -145,14 +156,14 @@ class ParallelEncoder(Generic[Payload]):
 
     @property
     def _is_done(self) -> bool:
-        return self._all_cut and not self._running and not self._batches
+        return self._all_cut and not (self._groups or self._running or self._batches)
 
     @property
     def _may_compare(self) -> bool:
         return (
-            not self._all_cut
+            bool(self._groups)
             and len(self._payloads) < self._most_payloads
-            and self._cut - self._in_order < self._most_groups
+            and self._taken_groups - self._in_order < self._most_groups
         )
 
     def _next_payload(self) -> Payload | None:
@@ -192,40 +203,37 @@ class ParallelEncoder(Generic[Payload]):
             )
             if self._stopped or self._error or self._is_done:
                 return False
-            batch = self._batches.popleft() if self._batches else None
-            # Counted before it is taken, so that nobody believes in between that all is done.
+            # Counted at once, so that nobody believes in between that all is done. After an error it
+            # stays counted: without what was lost, it never is.
             self._running += 1
-        try:
+            batch = self._batches.popleft() if self._batches else None
             if batch is None:
-                self._compare()
-            else:
-                payload = self._encode(batch[1])
-                with self._due:
-                    self._payloads[batch[0]] = payload
-        finally:
+                group, number = self._groups.popleft(), self._taken_groups
+                self._taken_groups += 1
+                if len(self._groups) < self._most_copies:
+                    self._news.notify()  # not each time: to wake up costs more than to cut a tensor
+        if batch is None:
+            deltas = run_all(group)
             with self._due:
-                self._running -= 1
-                others_waited = not self._may_compare
-                self._close_batches()
-                if self._is_ready or self._is_done:
-                    self._news.notify()
-                # What this thread cannot do alone, and what others wait for.
-                if len(self._batches) > 1 or self._all_cut or (others_waited and self._may_compare):
-                    self._due.notify_all()
+                self._deltas[number] = deltas
+                self._end_step()
+        else:
+            payload = self._encode(batch[1])
+            with self._due:
+                self._payloads[batch[0]] = payload
+                self._end_step()
         return True
 
-    def _compare(self) -> None:
-        with self._cutting:
-            group = next(self._groups, None)
-            with self._due:
-                if group is None:
-                    self._all_cut = True
-                    return
-                number = self._cut
-                self._cut += 1
-        deltas = run_all(group)
-        with self._due:
-            self._deltas[number] = deltas
+    def _end_step(self) -> None:
+        """See what the end of a piece of work makes possible; the lock is held."""
+        self._running -= 1
+        others_waited = not self._may_compare
+        self._close_batches()
+        if self._is_ready or self._is_done:
+            self._news.notify()
+        # What this thread cannot do alone, and what others wait for.
+        if len(self._batches) > 1 or self._all_cut or (others_waited and self._may_compare):
+            self._due.notify_all()
 
     def _close_batches(self) -> None:
         """Put the deltas that are next in order into batches; the lock is held."""
@@ -233,24 +241,10 @@ class ParallelEncoder(Generic[Payload]):
             for delta in self._deltas.pop(self._in_order):
                 self._add_batch(self._batcher.add(delta))
             self._in_order += 1
-        if self._all_cut and not self._running and not self._deltas:
+        if self._all_cut and not self._groups and self._in_order == self._taken_groups:
             self._add_batch(self._batcher.rest())
 
     def _add_batch(self, batch: list[CodedDelta]) -> None:
         if batch:
             self._batches.append((self._batch_count, batch))
             self._batch_count += 1
-
-    def _tensors(self) -> Iterator[ExportedTensor]:
-        while True:
-            with self._due:
-                self._due.wait_for(
-                    lambda: self._fed or self._export_ended or self._stopped or self._error
-                )
-                if not self._fed or self._stopped or self._error:
-                    return
-                tensor = self._fed.popleft()
-                self._fed_bytes -= tensor.tensor.nbytes
-                if self._fed_bytes < _WAITING_BYTES // 2 or not self._fed:
-                    self._news.notify()
-            yield tensor
