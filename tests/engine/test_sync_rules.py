@@ -222,8 +222,9 @@ def test_bits_that_do_not_stay_written_undo_the_sync(
 
     def apply_and_tamper(self: Any, deltas: Any) -> None:
         apply(self, deltas)
-        written = self._writer._samples[0]
-        written.storage[written.positions[0]] ^= 1
+        # The first element of a write is always among its samples.
+        write = next(write for parts in deltas.values() for write in parts[0].writes)
+        write.storage[write.positions()[0]] ^= 1
 
     with monkeypatch.context() as patch:
         patch.setattr(VllmSparseDeltaApplier, "apply", apply_and_tamper)

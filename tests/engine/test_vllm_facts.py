@@ -130,9 +130,8 @@ def test_payloads_handed_over_by_rpc(
     assert updated == fresh_state(after)
 
 
-def test_a_payload_applied_twice_by_rpc_is_noticed_and_undone(
-    checkpoints: tuple[Path, Path],
-) -> None:
+def test_a_payload_applied_twice_by_rpc_is_refused(checkpoints: tuple[Path, Path]) -> None:
+    """What it builds on is not there any more."""
     before, after = checkpoints
     tracker = DeltaCompressionTracker()
     tracker.snapshot_baseline(named_weights(before))
@@ -142,15 +141,16 @@ def test_a_payload_applied_twice_by_rpc_is_noticed_and_undone(
         for name, (shape, dtype) in tracker.state_dict_info.items()
     }
     with engine(before) as llm:
-        unchanged = state(llm)
         _ok(llm.collective_rpc("discover_native_skips", args=(info,)))
         update = "update_weights_from_decoded_sparse_payload"
         _ok(llm.collective_rpc(update, args=(payload.body,)))
-        llm.collective_rpc(update, args=(payload.body,))
-        (reply,) = llm.collective_rpc("finish_sparse_delta_refit")
+        (reply,) = llm.collective_rpc(update, args=(payload.body,))
         assert not reply["ok"]
-        assert reply["error_type"] == "VerificationError"
-        assert state(llm) == unchanged
+        assert reply["error_type"] == "VersionMismatchError"
+        _ok(llm.collective_rpc("finish_sparse_delta_refit"))
+        assert llm.reset_prefix_cache()
+        updated = state(llm)
+    assert updated == fresh_state(after)
 
 
 @pytest.mark.parametrize("processes", [False, True], ids=["in-process", "worker-processes"])
