@@ -18,7 +18,7 @@ from tests.fleet.toy_trainer import RemoteWorker
 from tests.fleet.toy_worker import toy_bits, toy_weights
 from vllm_sparse_refit import ProducerShard, SyncConfig, TorchProducerGroup, WeightSynchronizer
 from vllm_sparse_refit.errors import BaselineError, ConfigError, RefitError, TransactionError
-from vllm_sparse_refit.trainer import comparison
+from vllm_sparse_refit.trainer import parallel_encoder
 from vllm_sparse_refit.trainer.baseline import DeltaCompressionTracker
 from vllm_sparse_refit.trainer.producers import Coordinator
 from vllm_sparse_refit.trainer.stream import stream_sparse_delta_payloads_via_zmq
@@ -261,7 +261,7 @@ def _run_rank(
     calls: Connection, rank: int, store: str, addresses: Sequence[str], config: dict[str, Any]
 ) -> None:
     torch.set_num_threads(1)
-    comparison._GROUP_BYTES = 1  # type: ignore[misc]  # so that small tensors are sent as they come
+    parallel_encoder._GROUP_BYTES = 1  # type: ignore[misc]  # so that small tensors are sent as they come
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS
     )
@@ -367,7 +367,7 @@ def _await_staged(fleet: Fleet) -> None:
 
 def _produce(addresses: Sequence[str], rank: int, sent: Connection, hangs: bool) -> None:
     """One producer of a transfer that somebody else begins, prepares and commits."""
-    comparison._GROUP_BYTES = 1  # type: ignore[misc]
+    parallel_encoder._GROUP_BYTES = 1  # type: ignore[misc]
     config = SyncConfig(payload_bytes=1)
     tracker = DeltaCompressionTracker(config=config)
     tracker.snapshot_baseline(OLD.items())
