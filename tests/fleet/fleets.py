@@ -185,6 +185,19 @@ class Fleet:
         """What every worker reports of itself."""
         return [reply for llm in self.llms for reply in llm.collective_rpc("sparse_refit_status")]
 
+    def begin_by_hand(self, transfer_id: str) -> list[str]:
+        """Open a transfer on every worker, from the version that they hold; returns their addresses."""
+        statuses = self.statuses()
+        addresses = [str(status["address"]) for status in statuses]
+        for llm in self.llms:
+            (reply,) = llm.collective_rpc(
+                "sparse_refit_begin",
+                args=(transfer_id, statuses[0]["version"]["digest"], "label"),
+                kwargs={"sequence": 1, "addresses": addresses},
+            )
+            assert reply["ok"], reply
+        return addresses
+
     def close(self) -> None:
         for worker in self._workers:
             worker.close()

@@ -75,16 +75,8 @@ def test_every_sync_ends_old_or_new_everywhere(
 
 def test_the_count_of_each_producer_is_checked() -> None:
     with toy_fleet(3) as fleet:
-        sync = fleet.connect()
-        statuses = sync.status()
-        addresses = [status["address"] for status in statuses]
-        for llm in fleet.llms:
-            (reply,) = llm.collective_rpc(
-                "sparse_refit_begin",
-                args=("t", statuses[0]["version"]["digest"], "label"),
-                kwargs={"sequence": 1, "addresses": addresses},
-            )
-            assert reply["ok"], reply
+        fleet.connect()  # has the workers discover their tensors
+        addresses = fleet.begin_by_hand("t")
         config = SyncConfig(payload_bytes=1)
         counts = {}
         for rank in range(2):

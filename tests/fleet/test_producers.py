@@ -404,15 +404,7 @@ def test_a_producer_that_is_killed_leaves_nothing(victim: int) -> None:
     """Each enters at a root of its own. The others end well; what they sent goes at the worker's limit."""
     with toy_fleet(3, in_process=False) as fleet:
         sync = fleet.connect()
-        statuses = sync.status()
-        addresses = [status["address"] for status in statuses]
-        for llm in fleet.llms:
-            (reply,) = llm.collective_rpc(
-                "sparse_refit_begin",
-                args=("t", statuses[0]["version"]["digest"], "label"),
-                kwargs={"sequence": 1, "addresses": addresses},
-            )
-            assert reply["ok"], reply
+        addresses = fleet.begin_by_hand("t")
         pipes = [CONTEXT.Pipe(duplex=False) for _ in range(RANKS)]
         producers = [
             CONTEXT.Process(

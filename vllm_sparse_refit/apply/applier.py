@@ -513,7 +513,7 @@ class VllmSparseDeltaApplier:
             body = payload if isinstance(payload, bytes) else Path(payload).read_bytes()
             for delta in decode_payload(body, self._limits):
                 if self.check_delta(delta):
-                    staged.setdefault(delta.name, []).append(delta)
+                    staged.setdefault(delta.name, []).append(self.placed(delta))
                     changed += len(delta.locations)
         self.check_transfer(staged)
         self.check_prior_bits(staged)
