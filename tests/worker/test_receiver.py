@@ -526,6 +526,34 @@ def test_an_abort_does_not_mend_a_broken_worker(rig: Rig, monkeypatch: pytest.Mo
     assert rig.state == State.BROKEN
 
 
+@pytest.mark.parametrize(
+    ("state", "outcome"),
+    [(State.OPEN, "given up"), (State.PREPARED, "given up"), (State.COMMITTED, "made final")],
+)
+def test_whoever_sees_a_silent_transfer_ended_sees_why(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, state: State, outcome: str
+) -> None:
+    rig.advance(state)
+    seen = []
+    end = rig.receiver._server.end
+
+    def watched(transfer_id: str) -> None:  # the first thing done once the state has changed
+        seen.append(rig.receiver.status())
+        end(transfer_id)
+
+    monkeypatch.setattr(rig.receiver._server, "end", watched)
+    with rig.receiver._lock:
+        assert rig.receiver._transfer is not None
+        rig.receiver._transfer.heard_at -= rig.receiver._config.transfer_timeout_s
+    with rig.receiver._calls:
+        rig.receiver._end_silent()
+    (status,) = seen
+    assert status["state"] == State.IDLE
+    assert f"{outcome} because nothing was heard" in status["last_error"]
+    assert f"now at version {rig.receiver._version}" in status["last_error"]
+    assert_same_bits(rig.model, rig.after if state is State.COMMITTED else rig.before)
+
+
 # --- updates without a transfer ------------------------------------------------------------------
 
 

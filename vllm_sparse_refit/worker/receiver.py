@@ -502,17 +502,19 @@ class Receiver:
             transfer, state = self._transfer, self._state
             if transfer is None or time.monotonic() - transfer.heard_at < limit:
                 return
+        final = state is State.COMMITTED
+        if not final and state not in (State.OPEN, State.PREPARED):
+            return
         silence = f"because nothing was heard of its trainer for {limit:g} s"
-        if state in (State.OPEN, State.PREPARED):
-            outcome = f"given up {silence}"
-            self._give_up(transfer, outcome)
-        elif state is State.COMMITTED:
-            outcome = f"{_FINAL} {silence}"
+        outcome = f"{_FINAL if final else 'given up'} {silence}"
+        version = self._target(transfer) if final else transfer.base
+        message = f"transfer {transfer.transfer_id} was {outcome}; now at version {version}"
+        # Told before it ends: whoever sees this worker idle must also see why.
+        self.remember_error(message)
+        if final:
             self._make_final(transfer, outcome)
         else:
-            return
-        message = f"transfer {transfer.transfer_id} was {outcome}; now at version {self._version}"
-        self.remember_error(message)
+            self._give_up(transfer, outcome)
         logger.warning(message)
 
     def _roll_back(self) -> None:
