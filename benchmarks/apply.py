@@ -228,7 +228,7 @@ def changed(old: Weights, fraction: float) -> Weights:
 
 def as_deltas(old: Weights, new: Weights, operation: Any) -> dict[str, list[Any]]:
     """What a worker has staged when such a transfer is prepared."""
-    from vllm_sparse_refit.codec.delta import make_delta
+    from vllm_sparse_refit.codec.delta import Chunk, make_delta
     from vllm_sparse_refit.config import SyncConfig
 
     step = SyncConfig().chunk_elements
@@ -239,7 +239,7 @@ def as_deltas(old: Weights, new: Weights, operation: Any) -> dict[str, list[Any]
         for begin in range(0, after.numel(), step):
             part = slice(begin, begin + step)
             delta = make_delta(
-                name, shape, tensor.dtype, operation, begin, before[part], after[part]
+                Chunk(name, shape, tensor.dtype, operation, begin, before[part], after[part])
             )
             if delta is not None:
                 deltas.setdefault(name, []).append(delta)

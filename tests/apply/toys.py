@@ -17,7 +17,7 @@ from vllm_sparse_refit.apply.live_model import LiveModel
 from vllm_sparse_refit.apply.load_mode import LoadKind
 from vllm_sparse_refit.apply.loading import LoadedModel
 from vllm_sparse_refit.apply.shadow import PackedLayers
-from vllm_sparse_refit.codec.delta import SparseOperation, TensorDelta, make_delta
+from vllm_sparse_refit.codec.delta import Chunk, SparseOperation, TensorDelta, make_delta
 from vllm_sparse_refit.codec.dtypes import bits_dtype, bits_view
 from vllm_sparse_refit.codec.payload import DecodeLimits, encode_payload
 
@@ -396,14 +396,16 @@ def deltas_between(
         old_bits, new_bits = (bits_view(t).reshape(-1) for t in (old[name], tensor))
         for begin in range(0, new_bits.numel(), chunk):
             delta = make_delta(
-                name,
-                tuple(tensor.shape),
-                tensor.dtype,
-                operation if kind is LoadKind.VIEW else SparseOperation.OVERWRITE,
-                begin,
-                old_bits[begin : begin + chunk],
-                new_bits[begin : begin + chunk],
-                every_element=dense,
+                Chunk(
+                    name,
+                    tuple(tensor.shape),
+                    tensor.dtype,
+                    operation if kind is LoadKind.VIEW else SparseOperation.OVERWRITE,
+                    begin,
+                    old_bits[begin : begin + chunk],
+                    new_bits[begin : begin + chunk],
+                    every_element=dense,
+                )
             )
             if delta is not None:
                 yield delta

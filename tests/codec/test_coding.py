@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vllm_sparse_refit.codec.coding import code_changes
-from vllm_sparse_refit.codec.delta import SparseOperation, make_delta
+from vllm_sparse_refit.codec.delta import Chunk, SparseOperation, make_delta
 from vllm_sparse_refit.codec.dtypes import bits_dtype
 from vllm_sparse_refit.codec.payload import encode_payload, join_payload
 from vllm_sparse_refit.errors import TensorMismatchError
@@ -42,8 +42,9 @@ def test_payloads_are_the_same(
     changed = torch.rand(count, generator=generator) < density
     new = torch.where(changed, old + steps, old)
     shape = (begin + count + 7,)
-    delta = make_delta("w", shape, dtype, operation, begin, old, new)
-    coded = code_changes("w", shape, dtype, operation, begin, old, new)
+    chunk = Chunk("w", shape, dtype, operation, begin, old, new)
+    delta = make_delta(chunk)
+    (coded,) = code_changes([chunk])
     if delta is None:
         assert coded is None
         assert torch.equal(old, new)
@@ -54,9 +55,10 @@ def test_payloads_are_the_same(
 
 def test_every_element_can_be_asked_for() -> None:
     old = torch.arange(50, dtype=torch.int16)
-    arguments = ("w", (50,), torch.bfloat16, SparseOperation.OVERWRITE, 0, old, old)
-    delta = make_delta(*arguments, every_element=True)
-    coded = code_changes(*arguments, every_element=True)
+    operation = SparseOperation.OVERWRITE
+    chunk = Chunk("w", (50,), torch.bfloat16, operation, 0, old, old, every_element=True)
+    delta = make_delta(chunk)
+    (coded,) = code_changes([chunk])
     assert delta is not None
     assert coded is not None
     assert join_payload([coded]) == encode_payload([delta])
@@ -67,4 +69,35 @@ def test_chunks_that_do_not_match_are_refused() -> None:
     old = torch.zeros(5, dtype=torch.int16)
     for new in (old[:4], old.to(torch.int32)):
         with pytest.raises((TensorMismatchError, ValueError)):
-            code_changes("w", (5,), torch.bfloat16, SparseOperation.ADD, 0, old, new)
+            code_changes([Chunk("w", (5,), torch.bfloat16, SparseOperation.ADD, 0, old, new)])
+
+
+def test_several_chunks_are_coded_as_each_by_itself() -> None:
+    """Whatever they are: some without a change, some whole, of other widths and with other operations."""
+    generator = torch.Generator().manual_seed(0)
+    chunks = []
+    for number in range(40):
+        dtype = [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float64][number % 4]
+        bits = bits_dtype(dtype)
+        old = torch.randint(0, 100, (number * 7,), generator=generator).to(bits)
+        changed = torch.rand(old.shape, generator=generator) < [0, 0.1, 0.9, 1][number % 3]
+        new = torch.where(changed, old + 1, old)
+        whole = number % 5 == 0
+        operation = SparseOperation.OVERWRITE if whole else [*SparseOperation][number % 3]
+        shape = (1000 + (number % 2) * 2**31,)
+        chunks.append(Chunk(f"w{number}", shape, dtype, operation, number, old, new, whole))
+    together = code_changes(chunks)
+    alone = [code_changes([chunk])[0] for chunk in chunks]
+    assert sum(coded is None for coded in together) > 3
+    for one, other in zip(together, alone, strict=True):
+        if one is None or other is None:
+            assert one is other
+        else:
+            assert join_payload([one]) == join_payload([other])
+    assert code_changes([]) == []
+
+
+def test_every_element_of_a_difference_is_refused() -> None:
+    old = torch.zeros(5, dtype=torch.int16)
+    with pytest.raises(TensorMismatchError, match="'w' can only be overwritten"):
+        Chunk("w", (5,), torch.bfloat16, SparseOperation.ADD, 0, old, old, every_element=True)

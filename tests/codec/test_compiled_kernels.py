@@ -97,47 +97,79 @@ def wrong_writes() -> list[Any]:
     ]
 
 
-def coding(**changes: Any) -> tuple[str, tuple[Any, ...]]:
-    """A call of code_changes, right but for what is changed."""
+def chunk(**changes: Any) -> tuple[Any, ...]:
+    """A chunk for code_changes, right but for what is changed."""
     right = {
         "old": zeros(4, np.uint16),
         "new": zeros(4, np.uint16),
         "operation": 3,
         "begin": 0,
-        "locations": zeros(4, np.int32),
-        "values": zeros(8, np.uint16),
-        "gaps": zeros(4),
-        "wide": zeros(4, np.uint64),
-        "nibbles": zeros(2),
-        "escapes": zeros(4, np.uint16),
+        "is_wide": False,
+    }
+    return tuple((right | changes).values())
+
+
+def coding(*chunks: Any, **changes: Any) -> tuple[str, tuple[Any, ...]]:
+    """A call of code_changes, right but for what is changed."""
+    right = {
+        "chunks": [*(chunks or [chunk()])],
+        "locations": zeros(32),
+        "values": zeros(64),
+        "coded": zeros(len(chunks or "1") * (18 * 4 + 32)),
     }
     return "code_changes", tuple((right | changes).values())
 
 
 def wrong_codings() -> list[tuple[str, tuple[Any, ...]]]:
-    u16, i64 = np.uint16, np.int64
+    u16 = np.uint16
+    wrong_chunks = [
+        (),
+        None,
+        chunk()[:4],
+        chunk(new=zeros(5, u16)),
+        chunk(new=zeros(8)),
+        chunk(new=None),
+        chunk(new=zeros(8, u16)[::2]),
+        chunk(old=zeros(4, np.complex128), new=zeros(4, np.complex128)),
+        chunk(operation=0),
+        chunk(operation=4),
+        chunk(operation="add"),
+        chunk(begin=-1),
+        chunk(begin=2**31 - 3),
+        chunk(begin=2**63 - 3, is_wide=True),
+        chunk(begin=2**63),
+    ]
     return [
-        coding(new=zeros(5, u16)),
-        coding(new=zeros(8)),
-        coding(operation=0),
-        coding(operation=4),
-        coding(begin=-1),
-        coding(begin=2**31 - 3),
-        coding(begin=2**63 - 3, locations=zeros(4, i64)),
-        coding(locations=zeros(3, np.int32)),
-        coding(locations=zeros(4, u16)),
-        coding(values=zeros(7, u16)),
-        coding(values=zeros(16)),
-        coding(values=read_only(zeros(8, u16))),
-        coding(gaps=zeros(3)),
-        coding(gaps=zeros(4, u16)),
-        coding(wide=zeros(3, np.uint64)),
-        coding(wide=zeros(4, np.uint32)),
-        coding(nibbles=zeros(1)),
-        coding(nibbles=zeros(2, u16)),
-        coding(escapes=zeros(3, u16)),
-        coding(escapes=zeros(4)),
-        coding(escapes=None),
+        *(coding(wrong) for wrong in wrong_chunks),
+        *(coding(chunk(), wrong) for wrong in wrong_chunks),
+        coding(chunks=(chunk(),)),
+        coding(chunks=None),
+        coding(locations=zeros(15)),
+        coding(chunk(is_wide=True), locations=zeros(31)),
+        coding(locations=zeros(40)[1:]),
+        coding(locations=read_only(zeros(32))),
+        coding(values=zeros(15)),
+        coding(values=zeros(72)[1:]),
+        coding(values=read_only(zeros(64))),
+        coding(coded=zeros(18 * 4 + 31)),
+        coding(chunk(), chunk(), coded=zeros(2 * (18 * 4 + 32) - 1)),
+        coding(coded=zeros(112)[1:]),
+        coding(coded=read_only(zeros(104))),
+        coding(coded=None),
+    ]
+
+
+def wrong_parts() -> list[Any]:
+    return [
+        None,
+        (),
+        (2,),
+        (3, b"123"),
+        (0, b""),
+        (16, bytes(16)),
+        (2, b"123"),
+        (2, None),
+        ("2", b"12"),
     ]
 
 
@@ -192,12 +224,9 @@ def wrong_calls() -> list[tuple[str, tuple[Any, ...]]]:
         ("read_nibbles", (zeros(2), zeros(0, u16), zeros(3))),
         ("read_nibbles", (zeros(2, u16), zeros(0), zeros(3))),
         ("read_nibbles", (zeros(2), c16, c16)),
-        ("write_plane", (zeros(3, u16), 2, zeros(3))),
-        ("write_plane", (zeros(3, u16), -1, zeros(3))),
-        ("write_plane", (zeros(3, u16), 0, zeros(2))),
-        ("write_plane", (zeros(3, u16), 0, zeros(4))),
-        ("write_plane", (zeros(3, u16), 0, zeros(3, u16))),
-        ("write_plane", (c16, 0, zeros(4))),
+        ("write_planes", (None,)),
+        ("write_planes", ((2, b"1234"),)),
+        *(("write_planes", ([(2, b"1234"), wrong],)) for wrong in wrong_parts()),
         ("read_plane", (zeros(3), 2, zeros(3, u16))),
         ("read_plane", (zeros(3), -1, zeros(3, u16))),
         ("read_plane", (zeros(2), 0, zeros(3, u16))),
@@ -236,7 +265,7 @@ REFUSALS = (ValueError, TypeError, OverflowError)
 # What Python itself says of numbers, of what is no buffer, and of read-only ones.
 PYTHONS = (
     "bytes-like object",
-    "7 arguments",
+    "function takes exactly",
     "integer",
     "too big",
     "argument must be",
@@ -273,14 +302,14 @@ def test_every_wrong_call_differs_from_a_right_one() -> None:
     right: list[tuple[str, tuple[Any, ...]]] = [
         ("find_changes", (zeros(4), zeros(4), 1, 2**31 - 4, zeros(4, np.int32), zeros(8))),
         ("find_changes", (zeros(4), zeros(4), 3, 2**63 - 4, zeros(4, np.int64), zeros(8))),
-        coding(begin=2**31 - 4),
-        coding(begin=2**63 - 4, locations=zeros(4, np.int64)),
+        coding(chunk(begin=2**31 - 4), chunk(begin=2**63 - 4, is_wide=True)),
+        coding(locations=zeros(16), values=zeros(16)),
         ("write_gaps", (np.arange(4), zeros(3), zeros(3, np.uint64))),
         ("read_gaps", (zeros(3), zeros(0, np.uint64), 0, 2**31, zeros(4, np.int32))),
         ("read_gaps", (zeros(3), zeros(0, np.uint64), 0, 2**63, zeros(4, np.int64))),
         ("write_nibbles", (zeros(3), zeros(2), zeros(3))),
         ("read_nibbles", (zeros(2), zeros(0), zeros(3))),
-        ("write_plane", (zeros(3, np.uint16), 1, zeros(3))),
+        ("write_planes", ([(2, b"1234"), (1, b""), (8, bytes(8))],)),
         ("read_plane", (zeros(3), 1, zeros(3, np.uint16))),
         ("zigzag", (zeros(3), zeros(3))),
         ("unzigzag", (zeros(3),)),

@@ -10,6 +10,7 @@ from tests.codec.test_digest import by_hand
 from vllm_sparse_refit.codec import delta as module
 from vllm_sparse_refit.codec.coding import code_changes
 from vllm_sparse_refit.codec.delta import (
+    Chunk,
     SparseOperation,
     TensorDelta,
     apply_delta,
@@ -91,8 +92,8 @@ def test_a_device_finds_and_applies_what_the_cpu_does() -> None:
         for dtype in (torch.uint8, torch.bfloat16, torch.float32, torch.float64):
             old = random_bits(generator, 10_000, bits_dtype(dtype))
             new = torch.where(torch.rand(10_000, generator=generator) < 0.1, old + 3, old)
-            delta = make_delta("w", (10_000,), dtype, operation, 0, old, new)
-            other = make_delta("w", (10_000,), dtype, operation, 0, old.cuda(), new.cuda())
+            delta = make_delta(Chunk("w", (10_000,), dtype, operation, 0, old, new))
+            other = make_delta(Chunk("w", (10_000,), dtype, operation, 0, old.cuda(), new.cuda()))
             assert delta is not None
             assert other is not None
             assert list(delta.locations) == list(other.locations)
@@ -138,7 +139,7 @@ def bf16_delta(
     new = old.clone()
     new[changed] = 100
     return make_delta(
-        "w", (5, 6), torch.bfloat16, operation, 20, old, new, every_element=every_element
+        Chunk("w", (5, 6), torch.bfloat16, operation, 20, old, new, every_element=every_element)
     )
 
 
@@ -172,7 +173,7 @@ def test_add_carries_what_to_add() -> None:
 def test_add_wraps_around() -> None:
     old = torch.tensor([0x7FFF, -0x8000, 0], dtype=torch.int16)
     new = torch.tensor([-0x8000, 0x7FFF, -0x8000], dtype=torch.int16)
-    delta = make_delta("w", (3,), torch.bfloat16, ADD, 0, old, new)
+    delta = make_delta(Chunk("w", (3,), torch.bfloat16, ADD, 0, old, new))
     assert delta is not None
     assert delta.values.tolist() == [1, -1, -0x8000]
     apply_delta(delta, old)
@@ -195,7 +196,7 @@ def test_every_element_ships_the_chunk_changed_or_not(changed: list[int]) -> Non
 
 def test_every_element_keeps_a_copy() -> None:
     new = torch.zeros(2, dtype=torch.int16)
-    delta = make_delta("w", (2,), torch.float16, OVERWRITE, 0, new, new, every_element=True)
+    delta = make_delta(Chunk("w", (2,), torch.float16, OVERWRITE, 0, new, new, every_element=True))
     new[0] = 5
     assert delta is not None
     assert delta.values.tolist() == [0, 0]
@@ -204,7 +205,8 @@ def test_every_element_keeps_a_copy() -> None:
 def test_every_element_of_nothing_is_no_delta() -> None:
     empty = torch.zeros(0, dtype=torch.int16)
     assert (
-        make_delta("w", (0,), torch.float16, OVERWRITE, 0, empty, empty, every_element=True) is None
+        make_delta(Chunk("w", (0,), torch.float16, OVERWRITE, 0, empty, empty, every_element=True))
+        is None
     )
 
 
@@ -217,7 +219,7 @@ def test_every_element_can_only_be_overwritten(operation: SparseOperation) -> No
 def test_bits_of_another_width_are_refused() -> None:
     bits = torch.zeros(2, dtype=torch.int32)
     with pytest.raises(TensorMismatchError, match="'w'"):
-        make_delta("w", (2,), torch.bfloat16, XOR, 0, bits, bits)
+        make_delta(Chunk("w", (2,), torch.bfloat16, XOR, 0, bits, bits))
 
 
 @pytest.mark.parametrize(
@@ -250,7 +252,7 @@ def test_nearly_dense_changes_are_a_range_with_zeros(
     dtype: torch.dtype, unchanged: int, operation: SparseOperation
 ) -> None:
     old, new = nearly_dense(dtype, unchanged)
-    delta = make_delta("w", (3000,), dtype, operation, 1000, old, new)
+    delta = make_delta(Chunk("w", (3000,), dtype, operation, 1000, old, new))
     assert delta is not None
     assert delta.locations == range(1001, 1999)
     assert len(delta.values) == 998
@@ -270,7 +272,7 @@ def test_nearly_dense_changes_are_a_range_with_zeros(
 )
 def test_sparser_changes_keep_their_locations(dtype: torch.dtype, unchanged: int) -> None:
     old, new = nearly_dense(dtype, unchanged)
-    delta = make_delta("w", (1000,), dtype, XOR, 0, old, new)
+    delta = make_delta(Chunk("w", (1000,), dtype, XOR, 0, old, new))
     assert delta is not None
     assert isinstance(delta.locations, torch.Tensor)
     assert len(delta.locations) == 998 - unchanged == changed_elements(delta)
@@ -278,7 +280,7 @@ def test_sparser_changes_keep_their_locations(dtype: torch.dtype, unchanged: int
 
 def test_overwrite_never_carries_what_did_not_change() -> None:
     old, new = nearly_dense(torch.uint8, 1)
-    delta = make_delta("w", (1000,), torch.uint8, OVERWRITE, 0, old, new)
+    delta = make_delta(Chunk("w", (1000,), torch.uint8, OVERWRITE, 0, old, new))
     assert delta is not None
     assert isinstance(delta.locations, torch.Tensor)
     assert len(delta.locations) == 997 == changed_elements(delta)
@@ -314,8 +316,9 @@ def test_a_delta_carries_the_digest_of_the_old_bits_at_its_locations(
     old = random_bits(generator, 400, bits_dtype(dtype))[:: 2 if strided else 1][:200]
     new = torch.where(torch.rand(200, generator=generator) < density, old + 3, old)
     shape = (begin + 200,)
-    delta = make_delta("w", shape, dtype, operation, begin, old, new)
-    coded = code_changes("w", shape, dtype, operation, begin, old, new)
+    chunk = Chunk("w", shape, dtype, operation, begin, old, new)
+    delta = make_delta(chunk)
+    (coded,) = code_changes([chunk])
     if delta is None:
         assert coded is None
         return
@@ -336,7 +339,7 @@ def test_an_overwrite_builds_on_no_bits(changed: list[int], every_element: bool)
 
 def test_an_overwrite_of_a_run_keeps_a_copy() -> None:
     new = torch.ones(4, dtype=torch.int16)
-    delta = make_delta("w", (4,), torch.float16, OVERWRITE, 0, torch.zeros_like(new), new)
+    delta = make_delta(Chunk("w", (4,), torch.float16, OVERWRITE, 0, torch.zeros_like(new), new))
     new[0] = 5
     assert delta is not None
     assert delta.locations == range(4)
@@ -368,7 +371,7 @@ def test_the_last_elements_of_huge_tensors(numel: int, operation: SparseOperatio
     new = old.clone()
     new[[0, 48, 49]] = 1000
     begin = numel - 50
-    delta = make_delta("w", (numel,), torch.bfloat16, operation, begin, old, new)
+    delta = make_delta(Chunk("w", (numel,), torch.bfloat16, operation, begin, old, new))
     assert delta is not None
     assert isinstance(delta.locations, torch.Tensor)
     assert delta.locations.dtype == location_dtype(numel)
@@ -408,7 +411,7 @@ def test_every_special_number_becomes_every_other(
     pairs = [(a, b) for a in signed for b in signed]
     random.Random(0).shuffle(pairs)
     old, new = (torch.tensor(column, dtype=wanted) for column in zip(*pairs, strict=True))
-    delta = make_delta("w", (len(pairs),), dtype, operation, 0, old, new)
+    delta = make_delta(Chunk("w", (len(pairs),), dtype, operation, 0, old, new))
     assert delta is not None
     assert changed_elements(delta) == sum(a != b for a, b in pairs)
     assert math.prod(delta.shape) == len(old)

@@ -178,7 +178,12 @@ def test_code_changes_codes_what_find_changes_finds(
         change %= np.array(largest, change.dtype)
     new = (old.view(f"u{width}") + change * (rng.random(size) < density)).view(old.dtype)
     locations, values = kernels.find_changes(old, new, operation, begin, location_dtype)
-    found = kernels.code_changes(old, new, operation, begin, location_dtype)
+    is_wide = location_dtype is np.int64
+    chunk = kernels.ChunkArrays(old, new, operation, begin, is_wide)
+    # What is coded before and after it in the same call changes nothing.
+    other = kernels.ChunkArrays(new, old, operation, begin, not is_wide or far)
+    before, found, after = kernels.code_changes([other, chunk, other])
+    assert before == after
     assert found.found == locations.size
     if not locations.size:
         assert found == (0, 0, 0, b"", b"", b"", b"", 0, 0)
@@ -331,12 +336,37 @@ def test_the_unused_half_of_a_last_nibble_is_not_read() -> None:
 def test_planes_hold_one_byte_of_each_code_and_lead_back(width: int, size: int, seed: int) -> None:
     codes = random_array(seed, size, width)
     again = np.zeros_like(codes)
+    planes = kernels.write_planes([(width, codes.tobytes())])
     for plane in range(width):
-        out = np.empty(size, np.uint8)
-        kernels.write_plane(codes, plane, out)
-        assert out.tolist() == [code >> 8 * plane & 255 for code in codes.tolist()]
-        kernels.read_plane(out, plane, again)
+        expected = [code >> 8 * plane & 255 for code in codes.tolist()]
+        kept = any(expected) if plane else bool(expected)
+        assert (plane in planes) is kept
+        if kept:
+            assert list(planes[plane]) == expected
+            kernels.read_plane(np.frombuffer(planes[plane], np.uint8), plane, again)
+    assert set(planes) <= set(range(width))
     assert np.array_equal(codes, again)
+
+
+@each_implementation
+@settings(deadline=None)
+@given(
+    parts=st.lists(st.tuples(st.sampled_from(WIDTHS), SIZES, st.integers(1, 64)), max_size=6),
+    seed=st.integers(0, 2**32),
+)
+def test_planes_join_numbers_of_all_widths_in_order(
+    parts: list[tuple[int, int, int]], seed: int
+) -> None:
+    arrays = [
+        random_array(seed + i, size, width) >> np.array(max(8 * width - bits, 0), f"u{width}")
+        for i, (width, size, bits) in enumerate(parts)
+    ]
+    planes = kernels.write_planes([(array.itemsize, array.tobytes()) for array in arrays])
+    for plane in range(8):
+        wide = [array for array in arrays if array.itemsize > plane]
+        expected = bytes(number >> 8 * plane & 255 for array in wide for number in array.tolist())
+        assert planes.get(plane, bytes(len(expected))) == expected
+        assert (plane in planes) is (any(expected) if plane else bool(expected))
 
 
 @each_implementation

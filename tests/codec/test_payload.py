@@ -12,6 +12,7 @@ from tests.codec.test_digest import by_hand
 from vllm_sparse_refit.codec import wire
 from vllm_sparse_refit.codec.coding import CodedDelta
 from vllm_sparse_refit.codec.delta import (
+    Chunk,
     SparseOperation,
     TensorDelta,
     apply_delta,
@@ -148,7 +149,7 @@ def test_old_bits_become_new_bits(
         other = old + small_codes(rng, numel, dtype)
     touched = torch.tensor([rng.random() < density for _ in range(numel)], dtype=torch.bool)
     new = torch.where(touched, other, old)
-    delta = make_delta("w", shape, dtype, operation, 0, old, new)
+    delta = make_delta(Chunk("w", shape, dtype, operation, 0, old, new))
     if delta is None:
         assert torch.equal(old, new)
         return
@@ -251,7 +252,7 @@ def test_dense_changes_cost_little_more_than_the_tensor(
     # Closest where locations are given up: 0.8 for one byte, 0.89 for two, 0.94 for four.
     for fraction in (300, 500, 700, 790, 805, 850, 885, 895, 935, 945, 970, 990, 1000):
         new = torch.where(chance < fraction / 1000, other, old)
-        delta = make_delta("w", (elements,), dtype, operation, 0, old, new)
+        delta = make_delta(Chunk("w", (elements,), dtype, operation, 0, old, new))
         assert delta is not None
         encoded = encode_payload([delta])
         costs[fraction] = len(encoded) / (elements * dtype.itemsize)
@@ -269,16 +270,18 @@ def test_small_tensors_share_their_sections(density: float) -> None:
     old = torch.randint(-(2**15), 2**15, (size,), generator=generator, dtype=torch.int16)
     steps = torch.randint(0, 2, (size,), generator=generator, dtype=torch.int16) * 2 - 1
     new = torch.where(torch.rand(size, generator=generator) < density, old + steps, old)
-    one = make_delta("w", (size,), torch.bfloat16, ADD, 0, old, new)
+    one = make_delta(Chunk("w", (size,), torch.bfloat16, ADD, 0, old, new))
     many = [
         make_delta(
-            f"model.layers.{number}.input_layernorm.weight",
-            (elements,),
-            torch.bfloat16,
-            ADD,
-            0,
-            old[number * elements : (number + 1) * elements],
-            new[number * elements : (number + 1) * elements],
+            Chunk(
+                f"model.layers.{number}.input_layernorm.weight",
+                (elements,),
+                torch.bfloat16,
+                ADD,
+                0,
+                old[number * elements : (number + 1) * elements],
+                new[number * elements : (number + 1) * elements],
+            )
         )
         for number in range(tensors)
     ]

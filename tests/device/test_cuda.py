@@ -9,7 +9,13 @@ import torch
 
 from vllm_sparse_refit.apply.storage import storage_bits
 from vllm_sparse_refit.apply.writer import WeightWriter, Write, digest_targets
-from vllm_sparse_refit.codec.delta import SparseOperation, apply_delta, find_changes, make_delta
+from vllm_sparse_refit.codec.delta import (
+    Chunk,
+    SparseOperation,
+    apply_delta,
+    find_changes,
+    make_delta,
+)
 from vllm_sparse_refit.codec.digest import BitsDigest, box_digest, digest_on_device
 from vllm_sparse_refit.codec.dtypes import bits_view
 from vllm_sparse_refit.codec.payload import DecodeLimits, decode_payload
@@ -144,8 +150,8 @@ def test_deltas_carry_the_digest_of_the_old_bits(operation: SparseOperation, eve
     new[::every] ^= 5
     new[::50] = old[::50]  # nearly dense, where every element changed
     arguments = ("w", (1 << 17,), torch.bfloat16, operation, 7)
-    on_cpu = make_delta(*arguments, old, new)
-    on_device = make_delta(*arguments, old.cuda(), new.cuda())
+    on_cpu = make_delta(Chunk(*arguments, old, new))
+    on_device = make_delta(Chunk(*arguments, old.cuda(), new.cuda()))
     assert on_cpu is not None
     assert on_device is not None
     assert list(on_device.locations) == list(on_cpu.locations)

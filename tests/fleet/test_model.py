@@ -30,7 +30,13 @@ from hypothesis.stateful import (
 
 from tests.fleet.fleets import CONTEXT
 from vllm_sparse_refit.checksum import checksum_hex
-from vllm_sparse_refit.codec.delta import SparseOperation, TensorDelta, apply_delta, make_delta
+from vllm_sparse_refit.codec.delta import (
+    Chunk,
+    SparseOperation,
+    TensorDelta,
+    apply_delta,
+    make_delta,
+)
 from vllm_sparse_refit.codec.payload import DecodeLimits, encode_payload
 from vllm_sparse_refit.config import WorkerConfig
 from vllm_sparse_refit.errors import RefitError
@@ -62,7 +68,7 @@ def payload_of(name: str, old: int, new: int, operation: SparseOperation) -> byt
 def delta_of(name: str, old: int, new: int, operation: SparseOperation) -> TensorDelta:
     whole = operation is SparseOperation.OVERWRITE
     bits = [torch.tensor([value], dtype=torch.int16) for value in (old, new)]
-    found = make_delta(name, (1,), torch.int16, operation, 0, *bits, every_element=whole)
+    found = make_delta(Chunk(name, (1,), torch.int16, operation, 0, *bits, every_element=whole))
     assert found is not None
     return found
 

@@ -9,7 +9,7 @@ import zmq
 
 from tests.codec.crafted import plain, seal
 from vllm_sparse_refit.checksum import checksum_hex
-from vllm_sparse_refit.codec.delta import SparseOperation, make_delta
+from vllm_sparse_refit.codec.delta import Chunk, SparseOperation, make_delta
 from vllm_sparse_refit.codec.payload import DecodeLimits, decode_payload, encode_payload
 from vllm_sparse_refit.config import WorkerConfig
 from vllm_sparse_refit.errors import PayloadError
@@ -184,7 +184,7 @@ def corpus() -> list[bytes]:
             old = old.to(torch.uint8)
         new = old.clone()
         new[torch.rand(size, generator=generator) < 0.1] ^= 3
-        delta = make_delta("layer.weight", (20, 30), dtype, operation, 0, old, new)
+        delta = make_delta(Chunk("layer.weight", (20, 30), dtype, operation, 0, old, new))
         assert delta is not None
         payload = encode_payload([delta])
         found += [payload, plain(payload)]

@@ -462,6 +462,11 @@ static PyObject *read_gaps(PyObject *self, PyObject *args) {
   static void write_plane_##BITS(const T *codes, Py_ssize_t n, int plane, uint8_t *bytes) {              \
     for (Py_ssize_t i = 0; i < n; i++) bytes[i] = (uint8_t)(codes[i] >> 8 * plane);                      \
   }                                                                                                      \
+  static void used_bits_##BITS(const T *codes, Py_ssize_t n, uint64_t *bits) {                           \
+    T any = 0;                                                                                           \
+    for (Py_ssize_t i = 0; i < n; i++) any |= codes[i];                                                  \
+    *bits |= any;                                                                                        \
+  }                                                                                                      \
   static void read_plane_##BITS(const uint8_t *bytes, Py_ssize_t n, int plane, T *codes) {               \
     for (Py_ssize_t i = 0; i < n; i++) codes[i] |= (T)((T)bytes[i] << 8 * plane);                        \
   }                                                                                                      \
@@ -534,27 +539,6 @@ static PyObject *read_nibbles(PyObject *self, PyObject *args) {
   return result;
 }
 
-static PyObject *write_plane(PyObject *self, PyObject *args) {
-  Py_buffer b[2] = {{0}};
-  int plane;
-  if (!PyArg_ParseTuple(args, "y*iw*", &b[0], &plane, &b[1])) {
-    release(b, 2);
-    return NULL;
-  }
-  PyObject *result = NULL;
-  Py_ssize_t n = items(&b[0]), width = b[0].itemsize;
-  if (!is_integer_width(width) || b[1].itemsize != 1 || b[1].len != n || plane < 0 || plane >= width)
-    refuse("a plane has one byte of each code");
-  else {
-    Py_BEGIN_ALLOW_THREADS
-    BY_WIDTH(width, write_plane, b[0].buf, n, plane, b[1].buf);
-    Py_END_ALLOW_THREADS
-    result = Py_NewRef(Py_None);
-  }
-  release(b, 2);
-  return result;
-}
-
 static PyObject *read_plane(PyObject *self, PyObject *args) {
   Py_buffer b[2] = {{0}};
   int plane;
@@ -613,62 +597,229 @@ static PyObject *unzigzag(PyObject *self, PyObject *args) {
   return result;
 }
 
+/* --- planes ---------------------------------------------------------------------------------------- */
+
+enum { PLANES = 8 };
+
+typedef struct {
+  Py_buffer numbers;
+  Py_ssize_t n;
+  int width;
+} Part;
+
+static int read_part(PyObject *from, Part *part) {
+  PyObject *numbers;
+  if (!PyTuple_Check(from)) {
+    refuse("a part is a tuple");
+    return -1;
+  }
+  if (!PyArg_ParseTuple(from, "iO", &part->width, &numbers) ||
+      PyObject_GetBuffer(numbers, &part->numbers, PyBUF_SIMPLE) < 0)
+    return -1;
+  if (!is_integer_width(part->width) || part->numbers.len % part->width ||
+      (uintptr_t)part->numbers.buf % part->width) {
+    refuse("numbers have 1, 2, 4 or 8 bytes each and are aligned");
+    return -1;
+  }
+  part->n = part->numbers.len / part->width;
+  return 0;
+}
+
+/* A bytes object for each plane that is not left out, by its number, and where its bytes go. */
+static PyObject *make_planes(const Part *parts, Py_ssize_t count, uint64_t used, uint8_t *to[PLANES]) {
+  PyObject *planes = PyDict_New();
+  for (int plane = 0; planes != NULL && plane < PLANES; plane++) {
+    Py_ssize_t size = 0;
+    for (Py_ssize_t i = 0; i < count; i++) size += parts[i].width > plane ? parts[i].n : 0;
+    if (plane == 0 ? size == 0 : (used >> 8 * plane & 255) == 0) continue;
+    PyObject *number = PyLong_FromLong(plane), *bytes = PyBytes_FromStringAndSize(NULL, size);
+    if (number == NULL || bytes == NULL || PyDict_SetItem(planes, number, bytes) < 0)
+      Py_CLEAR(planes);
+    else
+      to[plane] = (uint8_t *)PyBytes_AsString(bytes);
+    Py_XDECREF(number);
+    Py_XDECREF(bytes);
+  }
+  return planes;
+}
+
+static void fill_plane(const Part *parts, Py_ssize_t count, int plane, uint8_t *at) {
+  for (Py_ssize_t i = 0; i < count; i++)
+    if (parts[i].width > plane) {
+      BY_WIDTH(parts[i].width, write_plane, parts[i].numbers.buf, parts[i].n, plane, at);
+      at += parts[i].n;
+    }
+}
+
+static PyObject *planes_of(const Part *parts, Py_ssize_t count) {
+  uint8_t *to[PLANES] = {NULL};
+  uint64_t used = 0;
+  Py_BEGIN_ALLOW_THREADS
+  for (Py_ssize_t i = 0; i < count; i++)
+    BY_WIDTH(parts[i].width, used_bits, parts[i].numbers.buf, parts[i].n, &used);
+  Py_END_ALLOW_THREADS
+  PyObject *planes = make_planes(parts, count, used, to);
+  if (planes == NULL) return NULL;
+  /* Nobody else has these bytes objects yet, so they may be written to. */
+  Py_BEGIN_ALLOW_THREADS
+  for (int plane = 0; plane < PLANES; plane++)
+    if (to[plane] != NULL) fill_plane(parts, count, plane, to[plane]);
+  Py_END_ALLOW_THREADS
+  return planes;
+}
+
+static PyObject *write_planes(PyObject *self, PyObject *list) {
+  if (!PyList_Check(list)) return refuse("the parts must be a list");
+  Py_ssize_t count = PyList_Size(list), read = 0;
+  Part *parts = PyMem_Calloc(count ? count : 1, sizeof(Part));
+  if (parts == NULL) return PyErr_NoMemory();
+  while (read < count && read_part(PyList_GetItem(list, read), &parts[read]) == 0) read++;
+  PyObject *result = read < count ? NULL : planes_of(parts, count);
+  for (Py_ssize_t i = 0; i < count; i++)
+    if (parts[i].numbers.obj != NULL) PyBuffer_Release(&parts[i].numbers);
+  PyMem_Free(parts);
+  return result;
+}
+
 /* --- code_changes --------------------------------------------------------------------------------- */
 
-/* All steps of a chunk without taking the interpreter lock in between: each time it is taken, another
- * thread may have to be waited for. */
-static PyObject *code_changes(PyObject *self, PyObject *args) {
-  Py_buffer b[8] = {{0}};
-  int operation;
+/* No more is written for a chunk: for each element a wide gap of 8 bytes, a gap byte, half a byte of
+ * nibbles and a code of at most 8; and what brings each of these to a multiple of 8. */
+enum { CODED_BYTES_PER_ELEMENT = 18, CODED_BYTES_PER_CHUNK = 32 };
+
+/* One chunk, and what was found in it. */
+typedef struct {
+  Py_buffer old, new;
+  int operation, width, location_width, has_nibbles;
+  int64_t begin, first, last;
+  Py_ssize_t n, found, wide, codes;
+  const uint8_t *gaps_at, *wide_at, *nibbles_at, *codes_at;
+  uint64_t prior[2];
+} Chunk;
+
+static int read_chunk(PyObject *from, Chunk *chunk) {
+  PyObject *old, *new;
   long long begin;
-  if (!PyArg_ParseTuple(args, "y*y*iLw*w*w*w*w*w*", &b[0], &b[1], &operation, &begin, &b[2], &b[3], &b[4],
-                        &b[5], &b[6], &b[7])) {
-    release(b, 8);
+  int is_wide;
+  if (!PyTuple_Check(from)) {
+    refuse("a chunk is a tuple");
+    return -1;
+  }
+  if (!PyArg_ParseTuple(from, "OOiLp", &old, &new, &chunk->operation, &begin, &is_wide) ||
+      PyObject_GetBuffer(old, &chunk->old, PyBUF_SIMPLE) < 0 ||
+      PyObject_GetBuffer(new, &chunk->new, PyBUF_SIMPLE) < 0)
+    return -1;
+  const char *wrong = NULL;
+  chunk->width = (int)chunk->old.itemsize;
+  chunk->n = items(&chunk->old);
+  chunk->begin = begin;
+  chunk->location_width = is_wide ? 8 : 4;
+  if (!is_integer_width(chunk->width) || chunk->new.itemsize != chunk->width || chunk->new.len != chunk->old.len)
+    wrong = "the two arrays must have one width and one length";
+  else if (chunk->operation < XOR || chunk->operation > ADD)
+    wrong = "unknown operation";
+  else if (begin < 0 || begin > (is_wide ? INT64_MAX : (int64_t)INT32_MAX) - chunk->n + (chunk->n > 0))
+    wrong = "the locations do not fit their dtype";
+  if (wrong != NULL) refuse(wrong);
+  return wrong == NULL ? 0 : -1;
+}
+
+static void release_chunks(Chunk *chunks, Py_ssize_t count) {
+  for (Py_ssize_t i = 0; i < count; i++) {
+    if (chunks[i].old.obj != NULL) PyBuffer_Release(&chunks[i].old);
+    if (chunks[i].new.obj != NULL) PyBuffer_Release(&chunks[i].new);
+  }
+  PyMem_Free(chunks);
+}
+
+static uint8_t *aligned(uint8_t *at) { return (uint8_t *)(((uintptr_t)at + 7) & ~(uintptr_t)7); }
+
+/* Writes the codes of a chunk from `at` on; returns where they end. */
+static uint8_t *code_chunk(Chunk *chunk, void *locations, void *values, uint8_t *at) {
+  int width = chunk->width, operation = chunk->operation, is_wide = chunk->location_width == 8;
+  Py_ssize_t escaped = 0;
+  Py_ssize_t found = finds[log2_width(width)][is_wide](chunk->old.buf, chunk->new.buf, chunk->n, operation,
+                                                       chunk->begin, locations, values,
+                                                       operation == OVERWRITE ? NULL : chunk->prior);
+  chunk->found = found;
+  chunk->gaps_at = chunk->wide_at = chunk->nibbles_at = chunk->codes_at = at;
+  if (found == 0) return at;
+  chunk->first = is_wide ? ((int64_t *)locations)[0] : ((int32_t *)locations)[0];
+  chunk->last = is_wide ? ((int64_t *)locations)[found - 1] : ((int32_t *)locations)[found - 1];
+  uint8_t *wide = aligned(at + found - 1);
+  chunk->wide = is_wide ? write_gaps_64(locations, found, at, (uint64_t *)wide)
+                        : write_gaps_32(locations, found, at, (uint64_t *)wide);
+  uint8_t *nibbles = wide + 8 * chunk->wide, *codes = nibbles;
+  if (operation == ADD) BY_WIDTH(width, zigzag, values, found, values);
+  if (operation != OVERWRITE) {
+    BY_WIDTH(width, escaped = count_escapes, values, found);
+    chunk->has_nibbles = escaped * NIBBLES_PER_ESCAPE <= found;
+  }
+  chunk->codes = chunk->has_nibbles ? escaped : found;
+  if (chunk->has_nibbles) {
+    codes = aligned(nibbles + (found + 1) / 2);
+    BY_WIDTH(width, write_nibbles, values, found, nibbles, (void *)codes);
+  } else
+    memcpy(codes, values, width * found);
+  chunk->wide_at = wide;
+  chunk->nibbles_at = nibbles;
+  chunk->codes_at = codes;
+  return aligned(codes + width * chunk->codes);
+}
+
+static PyObject *coded(const Chunk *chunk) {
+  Py_ssize_t found = chunk->found;
+  return Py_BuildValue("nLLy#y#y#y#KK", found, (long long)chunk->first, (long long)chunk->last,
+                       (const char *)chunk->gaps_at, found ? found - 1 : 0, (const char *)chunk->wide_at,
+                       8 * chunk->wide, (const char *)chunk->nibbles_at,
+                       chunk->has_nibbles ? (found + 1) / 2 : 0, (const char *)chunk->codes_at,
+                       chunk->width * chunk->codes, (unsigned long long)chunk->prior[0],
+                       (unsigned long long)chunk->prior[1]);
+}
+
+/* All steps of several chunks without taking the interpreter lock in between: each time it is taken,
+ * another thread may have to be waited for, and what Python does meanwhile finds its memory pushed out
+ * of the caches by the last chunk. */
+static PyObject *code_changes(PyObject *self, PyObject *args) {
+  PyObject *list, *result = NULL;
+  Py_buffer b[3] = {{0}};
+  if (!PyArg_ParseTuple(args, "Ow*w*w*", &list, &b[0], &b[1], &b[2])) {
+    release(b, 3);
     return NULL;
   }
-  PyObject *result = NULL;
-  Py_ssize_t width = b[0].itemsize, n = items(&b[0]);
-  if (!is_integer_width(width) || b[1].itemsize != width || b[3].itemsize != width ||
-      b[7].itemsize != width || b[1].len != b[0].len)
-    refuse("the two arrays, values and escapes must have one width and the arrays one length");
-  else if ((b[2].itemsize != 4 && b[2].itemsize != 8) || items(&b[2]) < n || items(&b[3]) / 2 < n ||
-           items(&b[7]) < n)
-    refuse("locations must be int32 or int64, all outputs as long as the arrays and values twice as long");
-  else if (b[4].itemsize != 1 || b[5].itemsize != 8 || b[6].itemsize != 1 || items(&b[4]) < n ||
-           items(&b[5]) < n || items(&b[6]) < (n + 1) / 2)
-    refuse("gaps and nibbles must be uint8, wide gaps uint64, and all outputs long enough");
-  else if (operation < XOR || operation > ADD)
-    refuse("unknown operation");
-  else if (begin < 0 || begin > (b[2].itemsize == 4 ? (int64_t)INT32_MAX : INT64_MAX) - n + (n > 0))
-    refuse("the locations do not fit their dtype");
-  else {
-    Py_ssize_t found, wide = 0, escaped = 0;
-    uint64_t prior[2] = {0, 0};
-    Py_BEGIN_ALLOW_THREADS
-    found = finds[log2_width(width)][b[2].itemsize == 8](b[0].buf, b[1].buf, n, operation, begin, b[2].buf,
-                                                         b[3].buf, operation == OVERWRITE ? NULL : prior);
-    if (found > 0) {
-      wide = b[2].itemsize == 4 ? write_gaps_32(b[2].buf, found, b[4].buf, b[5].buf)
-                                : write_gaps_64(b[2].buf, found, b[4].buf, b[5].buf);
-      if (operation == ADD) BY_WIDTH(width, zigzag, b[3].buf, found, b[3].buf);
-      if (operation != OVERWRITE) {
-        BY_WIDTH(width, escaped = count_escapes, b[3].buf, found);
-        if (escaped * NIBBLES_PER_ESCAPE <= found) BY_WIDTH(width, write_nibbles, b[3].buf, found, b[6].buf, b[7].buf);
-      }
-    }
-    Py_END_ALLOW_THREADS
-    int packed = operation != OVERWRITE && escaped * NIBBLES_PER_ESCAPE <= found;
-    long long first = 0, last = 0;
-    if (found > 0) {
-      first = b[2].itemsize == 4 ? ((int32_t *)b[2].buf)[0] : ((int64_t *)b[2].buf)[0];
-      last = b[2].itemsize == 4 ? ((int32_t *)b[2].buf)[found - 1] : ((int64_t *)b[2].buf)[found - 1];
-    }
-    result = Py_BuildValue("nLLy#y#y#y#KK", found, first, last, (char *)b[4].buf, found ? found - 1 : 0,
-                           (char *)b[5].buf, 8 * wide, (char *)b[6].buf, packed ? (found + 1) / 2 : 0,
-                           (char *)(packed ? b[7].buf : b[3].buf), width * (packed ? escaped : found),
-                           (unsigned long long)prior[0], (unsigned long long)prior[1]);
+  Py_ssize_t count = PyList_Check(list) ? PyList_Size(list) : 0, read = 0, room = 0;
+  int too_small = 0;
+  Chunk *chunks = PyMem_Calloc(count ? count : 1, sizeof(Chunk));
+  if (chunks == NULL) {
+    release(b, 3);
+    return PyErr_NoMemory();
   }
-  release(b, 8);
+  while (read < count && read_chunk(PyList_GetItem(list, read), &chunks[read]) == 0) {
+    Chunk *chunk = &chunks[read++];
+    room += chunk->n * CODED_BYTES_PER_ELEMENT + CODED_BYTES_PER_CHUNK;
+    too_small |= b[0].len / chunk->location_width < chunk->n || b[1].len / chunk->width / 2 < chunk->n;
+  }
+  if (PyErr_Occurred())
+    ;
+  else if (!PyList_Check(list))
+    refuse("the chunks must be a list");
+  else if (too_small || b[2].len < room)
+    refuse("there must be room for a location, two values and all codes of each element");
+  else if ((uintptr_t)b[0].buf % 8 || (uintptr_t)b[1].buf % 8 || (uintptr_t)b[2].buf % 8)
+    refuse("the memory that is written to must be aligned");
+  else {
+    Py_BEGIN_ALLOW_THREADS
+    uint8_t *at = b[2].buf;
+    for (Py_ssize_t i = 0; i < count; i++) at = code_chunk(&chunks[i], b[0].buf, b[1].buf, at);
+    Py_END_ALLOW_THREADS
+    result = PyList_New(count);
+    for (Py_ssize_t i = 0; result != NULL && i < count; i++) {
+      PyObject *item = coded(&chunks[i]);
+      if (item == NULL || PyList_SetItem(result, i, item) < 0) Py_CLEAR(result);
+    }
+  }
+  release_chunks(chunks, count);
+  release(b, 3);
   return result;
 }
 
@@ -1130,7 +1281,7 @@ static PyMethodDef methods[] = {
     {"read_gaps", read_gaps, METH_VARARGS, NULL},
     {"write_nibbles", write_nibbles, METH_VARARGS, NULL},
     {"read_nibbles", read_nibbles, METH_VARARGS, NULL},
-    {"write_plane", write_plane, METH_VARARGS, NULL},
+    {"write_planes", write_planes, METH_O, NULL},
     {"read_plane", read_plane, METH_VARARGS, NULL},
     {"zigzag", zigzag, METH_VARARGS, NULL},
     {"unzigzag", unzigzag, METH_VARARGS, NULL},

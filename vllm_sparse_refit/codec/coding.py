@@ -1,5 +1,6 @@
 """Deltas as the numbers that payloads hold: gaps, nibbles and codes (``docs/wire-format.md``)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
@@ -23,10 +24,6 @@ from vllm_sparse_refit.errors import PayloadError
 
 _Array = npt.NDArray[Any]
 UNSIGNED: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-_SIGNED: Final[dict[torch.dtype, type[np.signedinteger[Any]]]] = {
-    torch.int32: np.int32,
-    torch.int64: np.int64,
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,37 +64,42 @@ class CodedDelta:
         return cls(row, gaps, wide, nibbles, codes, changed_elements(delta))
 
 
-def code_changes(  # noqa: PLR0917 - as make_delta
-    name: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    operation: SparseOperation,
-    begin: int,
-    old_bits: torch.Tensor,
-    new_bits: torch.Tensor,
-    *,
-    every_element: bool = False,
-) -> CodedDelta | None:
-    """As :func:`make_delta`, coded at once; of sparse changes on the CPU no delta is made.
+def code_changes(chunks: Sequence[Chunk]) -> list[CodedDelta | None]:
+    """What :func:`make_delta` makes of each chunk, coded.
 
-    Args, None and errors are those of :func:`make_delta`.
+    Of sparse changes on the CPU no delta is made, and one call of the compiled loops serves all chunks.
+
+    Raises:
+        TensorMismatchError: as :func:`make_delta`.
     """
-    if old_bits.device.type == "cpu" == new_bits.device.type and not every_element:
-        return _code_on_cpu(Chunk(name, shape, dtype, operation, begin, old_bits, new_bits))
-    delta = make_delta(
-        name, shape, dtype, operation, begin, old_bits, new_bits, every_element=every_element
-    )
-    return None if delta is None else CodedDelta.of(delta)
+    sparse = [chunk for chunk in chunks if _is_coded_at_once(chunk)]
+    found = iter(kernels.code_changes([_arrays(chunk) for chunk in sparse]) if sparse else ())
+    return [
+        _coded(chunk, next(found)) if _is_coded_at_once(chunk) else _coded_delta(chunk)
+        for chunk in chunks
+    ]
 
 
-def _code_on_cpu(chunk: Chunk) -> CodedDelta | None:
-    found = kernels.code_changes(
+def _is_coded_at_once(chunk: Chunk) -> bool:
+    return chunk.old_bits.is_cpu and chunk.new_bits.is_cpu and not chunk.every_element
+
+
+def _arrays(chunk: Chunk) -> kernels.ChunkArrays:
+    return kernels.ChunkArrays(
         chunk.old_bits.contiguous().numpy(),
         chunk.new_bits.contiguous().numpy(),
         KERNEL_OPERATIONS[chunk.operation],
         chunk.begin,
-        _SIGNED[chunk.location_dtype],
+        chunk.location_dtype is torch.int64,
     )
+
+
+def _coded_delta(chunk: Chunk) -> CodedDelta | None:
+    delta = make_delta(chunk)
+    return None if delta is None else CodedDelta.of(delta)
+
+
+def _coded(chunk: Chunk, found: kernels.CodedChanges) -> CodedDelta | None:
     count, first, last = found.found, found.first, found.last
     if not count:
         return None

@@ -66,63 +66,24 @@ def location_dtype(numel: int) -> torch.dtype:
     return torch.int32 if numel <= _INT32_ELEMENTS else torch.int64
 
 
-def make_delta(  # noqa: PLR0917 - what a delta is, in the order of its fields
-    name: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    operation: SparseOperation,
-    begin: int,
-    old_bits: torch.Tensor,
-    new_bits: torch.Tensor,
-    *,
-    every_element: bool = False,
-) -> TensorDelta | None:
-    """The delta that leads from ``old_bits`` to ``new_bits``, or None if there is nothing to send.
-
-    Where nearly all elements changed, the few others between the first and the last are sent with
-    them, since their locations would cost more than their values. A delta that builds on the old bits
-    carries their digest.
-
-    Args:
-        name: The tensor's checkpoint name.
-        shape: The whole tensor's shape.
-        dtype: The tensor's dtype.
-        operation: What the delta's values shall do.
-        begin: Flat position of the first element of the two chunks.
-        old_bits: 1-D CPU, ``bits_dtype(dtype)``, ``[n]``.
-        new_bits: The same for the new bits.
-        every_element: Ship all ``n`` elements, changed or not; only for ``OVERWRITE``, and the
-            caller's decision, since it may depend on other chunks of the tensor.
-
-    Raises:
-        TensorMismatchError: the chunks do not match each other or the dtype, or every element of an
-            xor is asked for.
-    """
-    chunk = Chunk(name, shape, dtype, operation, begin, old_bits, new_bits)
-    if every_element:
-        if operation is not SparseOperation.OVERWRITE:
-            raise TensorMismatchError(f"every element of {name!r} can only be overwritten")
-        return chunk.run(range(begin, chunk.end)) if begin < chunk.end else None
-    wide = chunk.location_dtype is torch.int64
-    locations, values = _find(old_bits, new_bits, operation, begin, wide)
-    count = locations.numel()
-    if not count:
-        return None
-    on_host = locations.cpu()
-    span = range(int(on_host[0]), int(on_host[-1]) + 1)
-    if chunk.sends_run(count, span):
-        return chunk.run(span)
-    return chunk.delta(on_host, values.cpu(), chunk.prior(locations))
-
-
 @dataclass(frozen=True, eq=False)
 class Chunk:
     """A stretch of a tensor before and after a change, from which a delta is made.
 
-    Attributes are the arguments of :func:`make_delta`.
+    Attributes:
+        name: The tensor's checkpoint name.
+        shape: The whole tensor's shape.
+        dtype: The tensor's dtype.
+        operation: What the delta's values shall do.
+        begin: Flat position of the first element.
+        old_bits: 1-D, ``bits_dtype(dtype)``, ``[n]``.
+        new_bits: The same for the new bits, on the same device.
+        every_element: Ship all ``n`` elements, changed or not; only for ``OVERWRITE``, and the caller's
+            decision, since it may depend on other chunks of the tensor.
 
     Raises:
-        TensorMismatchError: the old bits are not those of the dtype.
+        TensorMismatchError: the old bits are not those of the dtype, or every element of a difference
+            is asked for.
     """
 
     name: str
@@ -132,6 +93,7 @@ class Chunk:
     begin: int
     old_bits: torch.Tensor
     new_bits: torch.Tensor
+    every_element: bool = False
 
     def __post_init__(self) -> None:
         wanted, found = bits_dtype(self.dtype), self.old_bits.dtype
@@ -139,6 +101,8 @@ class Chunk:
             raise TensorMismatchError(
                 f"the bits of {self.name!r} ({self.dtype}) must be {wanted}, not {found}"
             )
+        if self.every_element and self.operation is not SparseOperation.OVERWRITE:
+            raise TensorMismatchError(f"every element of {self.name!r} can only be overwritten")
 
     @property
     def end(self) -> int:
@@ -199,6 +163,30 @@ class Chunk:
             inside = slice(locations.start - self.begin, locations.stop - self.begin)
             return BitsDigest.of(self.old_bits[inside].contiguous(), locations)
         return BitsDigest.of(self.old_bits[locations.to(torch.int64) - self.begin], locations)
+
+
+def make_delta(chunk: Chunk) -> TensorDelta | None:
+    """The delta that leads from a chunk's old bits to the new ones, or None if there is nothing to send.
+
+    Where nearly all elements changed, the few others between the first and the last are sent with
+    them, since their locations would cost more than their values. A delta that builds on the old bits
+    carries their digest.
+
+    Raises:
+        TensorMismatchError: old and new bits do not match each other.
+    """
+    if chunk.every_element:
+        return chunk.run(range(chunk.begin, chunk.end)) if chunk.begin < chunk.end else None
+    wide = chunk.location_dtype is torch.int64
+    locations, values = _find(chunk.old_bits, chunk.new_bits, chunk.operation, chunk.begin, wide)
+    count = locations.numel()
+    if not count:
+        return None
+    on_host = locations.cpu()
+    span = range(int(on_host[0]), int(on_host[-1]) + 1)
+    if chunk.sends_run(count, span):
+        return chunk.run(span)
+    return chunk.delta(on_host, values.cpu(), chunk.prior(locations))
 
 
 def is_dense(changed: int, span: int, dtype: torch.dtype) -> bool:

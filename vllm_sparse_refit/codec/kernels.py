@@ -5,6 +5,7 @@ lock, so that several threads work at once. Arrays of bits and codes are integer
 bytes, signed or not; only their width counts.
 """
 
+import mmap
 import threading
 from collections.abc import Sequence
 from types import ModuleType
@@ -31,6 +32,10 @@ ESCAPED_GAP: Final = 255
 ESCAPED_NIBBLE: Final = 15
 # Nibbles are used when at most one code in so many does not fit.
 NIBBLES_PER_ESCAPE: Final = 4
+
+# What codes take at most, in bytes; _kernels.c has the same two.
+_CODED_PER_ELEMENT: Final = 18
+_CODED_PER_CHUNK: Final = 32
 
 _of_thread = threading.local()
 _NOTHING: _Array = np.empty(0, np.uint8)
@@ -112,39 +117,49 @@ class CodedChanges(NamedTuple):
     high: int
 
 
-def code_changes(
-    old: _Array,
-    new: _Array,
-    operation: int,
-    begin: int,
-    location_dtype: type[np.signedinteger[Any]],
-) -> CodedChanges:
-    """:func:`find_changes`, and all codes of what it finds, in one call."""
-    buffers = _code_buffers(old.size, old.itemsize, location_dtype)
-    return CodedChanges(*_loops.code_changes(old, new, operation, begin, *buffers))
+class ChunkArrays(NamedTuple):
+    """A chunk of a tensor before and after a change.
 
-
-def _code_buffers(
-    size: int, width: int, location_dtype: type[np.signedinteger[Any]]
-) -> tuple[_Array, ...]:
-    """This thread's locations, values, gaps, wide gaps, nibbles and escapes, for ``size`` elements or more.
-
-    Looked up once for each chunk, since everything that Python does between two chunks finds its memory
-    pushed out of the caches by them.
+    Attributes:
+        old: Contiguous, ``[n]``.
+        new: The same width and length.
+        operation: As for :func:`find_changes`.
+        begin: Added to every location.
+        is_wide: Whether locations are int64, not int32, which must hold ``begin + n - 1``.
     """
-    held: dict[tuple[int, Any], tuple[_Array, ...]] = _of_thread.__dict__.setdefault("codes", {})
-    buffers = held.get((width, location_dtype))
-    if buffers is None or buffers[0].size < size:
-        code_dtype = np.dtype(f"u{width}")
-        buffers = held[width, location_dtype] = (
-            np.empty(size, location_dtype),
-            np.empty(2 * size, code_dtype),
-            np.empty(size, np.uint8),
-            np.empty(size, np.uint64),
-            np.empty((size + 1) // 2, np.uint8),
-            np.empty(size, code_dtype),
-        )
-    return buffers
+
+    old: _Array
+    new: _Array
+    operation: int
+    begin: int
+    is_wide: bool
+
+
+def code_changes(chunks: list[ChunkArrays]) -> list[CodedChanges]:
+    """:func:`find_changes`, and all codes of what it finds, of several chunks in one call.
+
+    Raises:
+        ValueError: arrays do not fit each other; nothing was coded.
+    """
+    most = max((chunk.old.size for chunk in chunks), default=0)
+    room = sum(chunk.old.size * _CODED_PER_ELEMENT + _CODED_PER_CHUNK for chunk in chunks)
+    found = _loops.code_changes(
+        chunks,
+        _at_least("locations of chunks", 8 * most),
+        _at_least("values of chunks", 16 * most),
+        _at_least("codes of chunks", room),
+    )
+    return [CodedChanges(*codes) for codes in found]
+
+
+def _at_least(purpose: str, nbytes: int) -> _Array:
+    """As :func:`scratch`, uint8, with all the memory that there is: sizes differ from call to call."""
+    held: dict[str, _Array] = _of_thread.__dict__.setdefault("memory", {})
+    memory = held.get(purpose, _NOTHING)
+    if memory.size < nbytes:
+        pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = held[purpose] = np.frombuffer(pages, np.uint8)
+    return memory
 
 
 def encode_gaps(locations: _Array, gaps: _Array, wide: _Array) -> int:
@@ -218,13 +233,30 @@ def decode_nibbles(nibbles: _Array, escapes: _Array, count: int) -> _Array:
     return codes
 
 
-def write_plane(codes: _Array, plane: int, out: _Array) -> None:
-    """Put byte ``plane`` (0 is the lowest) of every code into ``out``, uint8, as long as ``codes``."""
-    _loops.write_plane(codes, plane, out)
+def write_planes(parts: list[tuple[int, bytes]]) -> dict[int, bytes]:
+    """Byte 0 (the lowest) of every number, then byte 1 of every number that has one, ...
+
+    Args:
+        parts: Width of the numbers, in bytes, and some of them in the machine's byte order.
+
+    Returns:
+        By plane. One of zeros is left out, except the first, which tells how many numbers there are.
+
+    Raises:
+        ValueError: a part is not made of numbers of its width.
+    """
+    planes: dict[int, bytes] = _loops.write_planes(parts)
+    return planes
 
 
 def read_plane(plane_bytes: _Array, plane: int, codes: _Array) -> None:
-    """The reverse of :func:`write_plane`: the byte is or-ed into ``codes``."""
+    """The reverse of one plane of :func:`write_planes`: byte ``plane`` is or-ed into ``codes``.
+
+    Args:
+        plane_bytes: uint8, ``[n]``.
+        plane: 0 is the lowest.
+        codes: ``[n]``.
+    """
     _loops.read_plane(plane_bytes, plane, codes)
 
 

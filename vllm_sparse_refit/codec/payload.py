@@ -4,8 +4,6 @@ All deltas of a payload share its sections, one for each kind of number, and eac
 frame of its own: numbers of one kind have one distribution, which is all that there is to gain from.
 """
 
-import itertools
-import operator
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -100,40 +98,13 @@ def _plain_sections(coded: Sequence[CodedDelta], table: bytes) -> dict[int, Buff
         wire.GAPS: b"".join([item.gaps for item in coded]),
         wire.NIBBLES: b"".join([item.nibbles for item in coded]),
     }
-    sections |= _planes(wire.WIDE_GAP_PLANES, [(8, item.wide) for item in coded])
-    sections |= _planes(wire.CODE_PLANES, [(item.row.dtype.itemsize, item.codes) for item in coded])
+    for kinds, numbers in (
+        (wire.WIDE_GAP_PLANES, [(8, item.wide) for item in coded]),
+        (wire.CODE_PLANES, [(item.row.dtype.itemsize, item.codes) for item in coded]),
+    ):
+        planes = kernels.write_planes(numbers)
+        sections |= {kinds[plane]: content for plane, content in planes.items()}
     return {kind: content for kind, content in sections.items() if len(content)}
-
-
-def _planes(kinds: range, numbers: Iterable[tuple[int, bytes]]) -> dict[int, Buffer]:
-    """Byte 0 of every number, then byte 1 of every number that has one, ...
-
-    A plane of zeros is left out, except the first one, which tells how many numbers there are.
-
-    Args:
-        kinds: Of the sections.
-        numbers: Their width, and some of them in the machine's byte order.
-    """
-    planes: dict[int, Buffer] = {}
-    # A call for each plane and width, not for each delta and plane.
-    arrays = [
-        np.frombuffer(b"".join([content for _, content in same]), UNSIGNED[width])
-        for width, same in itertools.groupby(numbers, key=operator.itemgetter(0))
-    ]
-    arrays = [array for array in arrays if array.size]
-    largest = max((int(array.max()) for array in arrays), default=0)
-    used = max(-(-largest.bit_length() // 8), 1) if arrays else 0
-    for plane, kind in enumerate(kinds[:used]):
-        parts = [array for array in arrays if array.itemsize > plane]
-        size = sum(part.size for part in parts)
-        content = kernels.scratch(f"plane {kind}", size, np.uint8)
-        at = 0
-        for part in parts:
-            kernels.write_plane(part, plane, content[at : at + part.size])
-            at += part.size
-        if plane in {0, used - 1} or content.any():
-            planes[kind] = content.data
-    return planes
 
 
 def _compress(content: Buffer) -> tuple[int, Buffer]:

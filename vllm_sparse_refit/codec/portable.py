@@ -55,39 +55,39 @@ def _changed_positions(old: _Array, new: _Array) -> _Array:
     return positions
 
 
-def code_changes(  # noqa: PLR0917
-    old: _Array,
-    new: _Array,
-    operation: int,
-    begin: int,
-    locations: _Array,
-    values: _Array,
-    gaps: _Array,
-    wide: _Array,
-    nibbles: _Array,
-    escapes: _Array,
-    /,
+def code_changes(
+    chunks: list[Any], _locations: _Array, _values: _Array, _coded: _Array, /
+) -> list[tuple[int, int, int, bytes, bytes, bytes, bytes, int, int]]:
+    return [_code_chunk(*chunk) for chunk in chunks]
+
+
+def _code_chunk(
+    old: _Array, new: _Array, operation: int, begin: int, is_wide: bool
 ) -> tuple[int, int, int, bytes, bytes, bytes, bytes, int, int]:
-    found = find_changes(old, new, operation, begin, locations, values)
+    every: _Array = np.empty(old.size, np.int64 if is_wide else np.int32)
+    values: _Array = np.empty_like(old)
+    found = find_changes(old, new, operation, begin, every, values)
     if not found:
         return 0, 0, 0, b"", b"", b"", b"", 0, 0
+    locations, codes = every[:found], values[:found]
     low = high = 0
-    used = write_gaps(locations[:found], gaps[: found - 1], wide)
-    codes, packed = values[:found], nibbles[:0]
+    gaps, wide = np.empty(found - 1, np.uint8), np.empty(found - 1, np.uint64)
+    wide = wide[: write_gaps(locations, gaps, wide)]
+    nibbles = gaps[:0]
     if operation == _ADD:
         zigzag(codes.copy(), codes)
     if operation != _OVERWRITE:
-        low, high = digest_places(old.take(locations[:found] - begin), locations[:found])
+        low, high = digest_places(old.take(locations - begin), locations)
         if np.count_nonzero(_unsigned(codes) >= _ESCAPED_NIBBLE) * _NIBBLES_PER_ESCAPE <= found:
-            packed = nibbles[: (found + 1) // 2]
-            codes = escapes[: write_nibbles(codes, packed, escapes)]
+            nibbles, escapes = np.empty((found + 1) // 2, np.uint8), np.empty_like(codes)
+            codes = escapes[: write_nibbles(codes, nibbles, escapes)]
     return (
         found,
         int(locations[0]),
-        int(locations[found - 1]),
-        gaps[: found - 1].tobytes(),
-        wide[:used].tobytes(),
-        packed.tobytes(),
+        int(locations[-1]),
+        gaps.tobytes(),
+        wide.tobytes(),
+        nibbles.tobytes(),
         codes.tobytes(),
         low,
         high,
@@ -147,8 +147,15 @@ def read_nibbles(nibbles: _Array, escapes: _Array, codes: _Array, /) -> int:
     return int(marks.size)
 
 
-def write_plane(codes: _Array, plane: int, out: _Array, /) -> None:
-    out[:] = (_unsigned(codes) >> 8 * plane) & 255
+def write_planes(parts: list[tuple[int, bytes]], /) -> dict[int, bytes]:
+    arrays = [np.frombuffer(numbers, f"u{width}") for width, numbers in parts]
+    planes = {}
+    for plane in range(8):
+        kept = [array for array in arrays if array.itemsize > plane]
+        content = b"".join((array >> 8 * plane).astype(np.uint8).tobytes() for array in kept)
+        if content if plane == 0 else any(content):
+            planes[plane] = content
+    return planes
 
 
 def read_plane(plane_bytes: _Array, plane: int, codes: _Array, /) -> None:

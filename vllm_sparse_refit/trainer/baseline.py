@@ -42,6 +42,7 @@ from vllm_sparse_refit.trainer.comparison import (
     Comparison,
     comparisons,
     goes_whole,
+    run_all,
 )
 from vllm_sparse_refit.trainer.exported import ExportedTensor, HostCopier, NamedTensor, chunks
 from vllm_sparse_refit.trainer.parallel_encoder import ParallelEncoder, default_threads
@@ -370,7 +371,7 @@ class DeltaCompressionTracker:
         exported = ExportedTensor.of(name, tensor)
         entry = self._checked_entry(exported)
         chunked = self._comparisons(exported, entry, HostCopier()) if entry else ()
-        return (delta for item in chunked if (delta := item.run()) is not None)
+        return (delta for item in chunked for delta in run_all([item]))
 
     def _checked_entry(self, exported: ExportedTensor) -> _Entry | None:
         name, tensor = exported.name, exported.tensor

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 
 from vllm_sparse_refit.codec.coding import CodedDelta, code_changes
-from vllm_sparse_refit.codec.delta import SparseOperation, find_changes
+from vllm_sparse_refit.codec.delta import Chunk, SparseOperation, find_changes
 from vllm_sparse_refit.trainer.exported import ExportedTensor, HostCopier, PendingCopy, chunks
 
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """A chunk of a tensor that waits to be compared. Any thread may run it, once.
+    """A chunk of a tensor that waits to be compared, by any thread (:func:`run_all`).
 
     Attributes:
         exported: The tensor.
@@ -43,25 +43,19 @@ class Comparison:
         """Whether the new bits are those of the exported tensor itself, and no copy."""
         return isinstance(self.new, torch.Tensor) and self.exported.tensor.is_contiguous()
 
-    def run(self) -> CodedDelta | None:
-        """The chunk's delta, None if nothing changed.
-
-        Raises:
-            TensorMismatchError: the tensor was written to since it was exported.
-        """
-        with _current(self.stream):
-            delta = code_changes(
-                self.exported.name,
-                tuple(self.exported.tensor.shape),
-                self.exported.tensor.dtype,
-                self.operation,
-                self.begin,
-                self.old,
-                self.new_bits,
-                every_element=self.whole,
-            )
-        self.exported.check_unmodified()
-        return delta
+    @property
+    def chunk(self) -> Chunk:
+        """What is compared; waits for bits that are on their way to the host."""
+        return Chunk(
+            self.exported.name,
+            tuple(self.exported.tensor.shape),
+            self.exported.tensor.dtype,
+            self.operation,
+            self.begin,
+            self.old,
+            self.new_bits,
+            self.whole,
+        )
 
     def changed_values(self) -> torch.Tensor:
         """The new values at the changed elements, 1-D on the CPU, of the tensor's dtype."""
@@ -140,5 +134,18 @@ def _has_nan(values: torch.Tensor) -> bool:
 
 
 def run_all(group: Sequence[Comparison]) -> list[CodedDelta]:
-    """The deltas of a group, in order, less those of chunks in which nothing changed."""
-    return [delta for comparison in group if (delta := comparison.run()) is not None]
+    """The deltas of comparisons, in order, less those of chunks in which nothing changed.
+
+    Raises:
+        TensorMismatchError: a tensor was written to since it was exported.
+    """
+    on_host = iter(code_changes([item.chunk for item in group if item.old.is_cpu]))
+    deltas = [next(on_host) if item.old.is_cpu else _run_on_device(item) for item in group]
+    for item in group:
+        item.exported.check_unmodified()
+    return [delta for delta in deltas if delta is not None]
+
+
+def _run_on_device(comparison: Comparison) -> CodedDelta | None:
+    with _current(comparison.stream):
+        return code_changes([comparison.chunk])[0]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from vllm_sparse_refit.checksum import checksum_hex
 from vllm_sparse_refit.codec.coding import CodedDelta, code_changes
-from vllm_sparse_refit.codec.delta import SparseOperation
+from vllm_sparse_refit.codec.delta import Chunk, SparseOperation
 from vllm_sparse_refit.codec.dtypes import bits_view
 from vllm_sparse_refit.codec.payload import batch_deltas, join_payload
 from vllm_sparse_refit.config import SyncConfig
@@ -104,16 +104,15 @@ class OverwriteSource:
             return
         bits = bits_view(exported.tensor).reshape(-1)
         for begin in range(0, bits.numel(), self._config.chunk_elements):
-            chunk = bits[begin : begin + self._config.chunk_elements]
-            delta = code_changes(
+            part = bits[begin : begin + self._config.chunk_elements]
+            chunk = Chunk(
                 exported.name,
                 tuple(exported.tensor.shape),
                 exported.tensor.dtype,
                 SparseOperation.OVERWRITE,
                 begin,
-                chunk,
-                chunk,
+                part,
+                part,
                 every_element=True,
             )
-            if delta is not None:
-                yield delta
+            yield from (delta for delta in code_changes([chunk]) if delta is not None)
