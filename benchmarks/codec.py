@@ -69,7 +69,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object, not a table")
     parser.add_argument("--elements", type=int, default=ELEMENTS, help="elements, at least")
-    parser.add_argument("--runs", type=int, default=5, help="measured runs of each kind")
+    parser.add_argument("--runs", type=int, default=9, help="measured runs of each kind")
     parser.add_argument("workloads", nargs="*", default=list(WORKLOADS), help="which to measure")
     options = parser.parse_args(arguments)
     if options.runs < 1 or options.elements < 1:

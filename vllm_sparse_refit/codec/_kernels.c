@@ -24,7 +24,7 @@
 enum { XOR = 1, OVERWRITE = 2, ADD = 3 };
 
 enum { ESCAPED_GAP = 255, ESCAPED_NIBBLE = 15, NIBBLES_PER_ESCAPE = 4 };
-enum { BLOCK_BYTES = 64, AHEAD_BYTES = 1024, PREFETCHED = 24 };
+enum { BLOCK_BYTES = 64, AHEAD_BYTES = 2048, PREFETCHED = 24 };
 
 /* A thread takes so many elements at a time, and is started for so many; past a few, memory is the limit. */
 enum { PIECE_ELEMENTS = 1 << 14, THREAD_ELEMENTS = 1 << 14, MOST_THREADS = 8 };
@@ -223,8 +223,8 @@ static inline void put_pair_64(uint64_t *pair, uint64_t old, uint64_t new) {
     T *pairs = to_values;                                                                 \
     Py_ssize_t found = 0, at = 0, step = BLOCK_BYTES / sizeof(T);                         \
     for (; at + step <= n; at += step) {                                                  \
-      __builtin_prefetch(old + at * sizeof(T) + AHEAD_BYTES);                             \
-      __builtin_prefetch(new + at * sizeof(T) + AHEAD_BYTES);                             \
+      __builtin_prefetch(old + at * sizeof(T) + AHEAD_BYTES, 0, 0);                             \
+      __builtin_prefetch(new + at * sizeof(T) + AHEAD_BYTES, 0, 0);                             \
       uint64_t mask = mask_##ISA##_##BITS(old + at * sizeof(T), new + at * sizeof(T));    \
       EMIT(ISA, BITS, T, L)                                                               \
     }                                                                                     \

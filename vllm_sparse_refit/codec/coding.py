@@ -72,11 +72,11 @@ def code_changes(chunks: Sequence[Chunk]) -> list[CodedDelta | None]:
     Raises:
         TensorMismatchError: as :func:`make_delta`.
     """
-    sparse = [chunk for chunk in chunks if _is_coded_at_once(chunk)]
-    found = iter(kernels.code_changes([_arrays(chunk) for chunk in sparse]) if sparse else ())
+    arrays = [_arrays(chunk) if _is_coded_at_once(chunk) else None for chunk in chunks]
+    found = iter(kernels.code_changes([array for array in arrays if array is not None]))
     return [
-        _coded(chunk, next(found)) if _is_coded_at_once(chunk) else _coded_delta(chunk)
-        for chunk in chunks
+        _coded_delta(chunk) if array is None else _coded(chunk, next(found))
+        for chunk, array in zip(chunks, arrays, strict=True)
     ]
 
 

@@ -78,16 +78,12 @@ class ParallelEncoder(Generic[Payload]):
         self._taken = 0
         self._error: BaseException | None = None
         self._stopped = False
-        self._threads = [
-            threading.Thread(target=self._work, name=f"sparse-refit-encode-{i}", daemon=True)
-            for i in range(threads)
-        ]
+        self._most_threads = threads
+        self._threads: list[threading.Thread] = []  # of the user thread
 
     # --- the caller -------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        for thread in self._threads:
-            thread.start()
         return self
 
     def __exit__(
@@ -145,10 +141,19 @@ class ParallelEncoder(Generic[Payload]):
                 payload = self._next_payload()
                 if payload is None:
                     self._groups.append(self._group)
-                    self._group, self._group_bytes = [], 0
                     self._due.notify()
-                    return
+            if payload is None:
+                self._group, self._group_bytes = [], 0
+                self._start_thread()
+                return
             yield payload
+
+    def _start_thread(self) -> None:
+        """Start one more, if there may be; not earlier, so that it finds something to do at once."""
+        if len(self._threads) < self._most_threads:
+            name = f"sparse-refit-encode-{len(self._threads)}"
+            self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
+            self._threads[-1].start()
 
     @property
     def _is_ready(self) -> bool:
