@@ -27,7 +27,6 @@ from vllm_sparse_refit.apply.prior import check_prior_bits
 from vllm_sparse_refit.apply.processing import PackedLayer
 from vllm_sparse_refit.apply.shadow import PackedLayers
 from vllm_sparse_refit.apply.sparse_writes import LoaderWriter, PlacedDelta, loader_weight
-from vllm_sparse_refit.apply.storage import storage_key
 from vllm_sparse_refit.apply.storage_digests import StorageDigests
 from vllm_sparse_refit.apply.writer import WeightWriter, Write
 from vllm_sparse_refit.codec.delta import SparseOperation, TensorDelta
@@ -340,7 +339,7 @@ class VllmSparseDeltaApplier:
 
     def _written(self, names: Sequence[str]) -> set[int]:
         """The storages that the tensors ``names`` go to."""
-        return {storage_key(c.target) for n in names for c in self.discovery.weights[n].copies}
+        return {c.storage_key for n in names for c in self.discovery.weights[n].copies}
 
     def _load(self, names: Sequence[str], deltas: DeltasByName, writer: WeightWriter) -> None:
         """Write plain copies where discovery saw them go, and everything else through the loader."""
@@ -366,9 +365,10 @@ class VllmSparseDeltaApplier:
         Looks at what held them then, which costs far less than to walk through all modules.
         """
         for name, weight in self.discovery.weights.items():
-            for target in (copy.target for copy in weight.copies if copy.target.numel()):
-                key = storage_key(target)
-                if not any(owned.is_still_at(key) for owned in self._holders.get(key, ())):
+            for copy in weight.copies:
+                key = copy.storage_key
+                moved = not any(owned.is_still_at(key) for owned in self._holders.get(key, ()))
+                if moved and copy.target.numel():
                     raise TransactionError(
                         f"the parameter that {name} goes to has moved since discovery (a reload, or sleep); "
                         "call snapshot() again with the weights that the engines hold"
@@ -437,7 +437,7 @@ class VllmSparseDeltaApplier:
         sources = self._layers.sources()
         for weight in self.discovery.weights.values():
             route = names.get(weight.kind, "native")
-            if any(storage_key(copy.target) in sources for copy in weight.copies):
+            if any(copy.storage_key in sources for copy in weight.copies):
                 route = "shadow"
             counts[route] += 1
         return counts

@@ -43,9 +43,14 @@ class DiscoveredWeight:
         return math.prod(self.shape)
 
     @functools.cached_property
+    def sources(self) -> tuple[Box, ...]:
+        """Where in the canonical tensor each of its plain copies takes its elements from."""
+        return tuple(copy.boxes.source.normalized for copy in self.copies if copy.boxes is not None)
+
+    @functools.cached_property
     def is_whole(self) -> bool:
         """Whether plain copies bring all elements here, each from one box of the canonical tensor."""
-        boxes = {copy.boxes.source.normalized for copy in self.copies if copy.boxes is not None}
+        boxes = set(self.sources)
         return sum(box.numel for box in boxes) == self.numel and not any(
             boxes_overlap(*pair) for pair in itertools.combinations(boxes, 2)
         )
@@ -167,7 +172,7 @@ class _Recorder:
         self.in_turn &= owner == weight.name
         self.copies.setdefault(weight.name, []).append(replace(copy, source=None))
         entry = (weight.name, copy.target_box)
-        self._copied.setdefault(storage_key(copy.target), []).append(entry)
+        self._copied.setdefault(copy.storage_key, []).append(entry)
 
     def zeros(self, target: torch.Tensor) -> None:
         copied = self._copied.get(storage_key(target), ())
@@ -216,7 +221,7 @@ def _claims_too_much(
     live: LiveModel, loaded: set[str] | None, results: Mapping[str, _Probe]
 ) -> bool:
     """Whether the loader reports a parameter as loaded that it copied nothing into."""
-    reached = {storage_key(copy.target) for probe in results.values() for copy in probe.copies}
+    reached = {copy.storage_key for probe in results.values() for copy in probe.copies}
     holders = {owned.full_name: owned.tensor for owned in live.tensors()}
     return any(
         name not in holders or (holders[name].numel() and storage_key(holders[name]) not in reached)
@@ -300,14 +305,14 @@ def _kind(live: LiveModel, name: str, info: TensorInfo, probe: _Probe) -> tuple[
 
 
 def _targets(copies: Iterable[LoaderCopy]) -> list[tuple[int, Box]]:
-    return [(storage_key(copy.target), copy.target_box) for copy in copies]
+    return [(copy.storage_key, copy.target_box) for copy in copies]
 
 
 def _overlapping(copies: Iterable[LoaderCopy]) -> bool:
     """Whether one element of a parameter is written twice."""
     by_storage: dict[int, list[Box]] = {}
     for copy in copies:
-        by_storage.setdefault(storage_key(copy.target), []).append(copy.target_box)
+        by_storage.setdefault(copy.storage_key, []).append(copy.target_box)
     return any(
         not box.is_injective or any(boxes_overlap(box, other) for other in boxes[i + 1 :])
         for boxes in by_storage.values()
@@ -358,7 +363,7 @@ def _target_identity(weight: DiscoveredWeight) -> tuple[object, ...]:
         weight.shape,
         weight.dtype,
         weight.kind,
-        *((storage_key(copy.target), copy.target_box, copy.boxes) for copy in weight.copies),
+        *((copy.storage_key, copy.target_box, copy.boxes) for copy in weight.copies),
     )
 
 
@@ -368,7 +373,7 @@ def _partial_overlaps(
     by_storage: dict[int, list[tuple[Box, str]]] = {}
     for name in names:
         for copy in weights[name].copies:
-            by_storage.setdefault(storage_key(copy.target), []).append((copy.target_box, name))
+            by_storage.setdefault(copy.storage_key, []).append((copy.target_box, name))
     found: list[tuple[str, str]] = []
     for boxes in by_storage.values():
         boxes.sort(key=lambda entry: entry[0].offset)
@@ -387,7 +392,7 @@ def _mark_packed(
     holders = live.watched_storages()
     for name, weight in weights.items():
         for copy in weight.copies:
-            for owned in holders.get(storage_key(copy.target), []):
+            for owned in holders.get(copy.storage_key, []):
                 if owned.module in reasons:
                     weights[name] = replace(
                         weight,
@@ -402,7 +407,7 @@ def _tied_names(
     """Skipped names and the claimed name whose parameter they are."""
     parameters = dict(live.model.named_parameters(remove_duplicate=False))
     claimed = {
-        (storage_key(copy.target), weight.shape): name
+        (copy.storage_key, weight.shape): name
         for name, weight in weights.items()
         for copy in weight.copies
     }
@@ -430,7 +435,7 @@ def _joined_groups(
 
 
 def _uncovered(live: LiveModel, weights: Mapping[str, DiscoveredWeight]) -> Iterable[str]:
-    reached = {storage_key(copy.target) for weight in weights.values() for copy in weight.copies}
+    reached = {copy.storage_key for weight in weights.values() for copy in weight.copies}
     for name, parameter in live.model.named_parameters():
         if parameter.numel() and storage_key(parameter) not in reached:
             yield name

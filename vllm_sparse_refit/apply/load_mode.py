@@ -61,6 +61,11 @@ class LoaderCopy:
         """The whole storage written to, as a flat integer view."""
         return storage_bits(self.target)
 
+    @functools.cached_property
+    def storage_key(self) -> int:
+        """The key of that storage, which :attr:`target` keeps alive."""
+        return storage_key(self.target)
+
 
 @dataclass(frozen=True, eq=False)
 class LoaderWeight:

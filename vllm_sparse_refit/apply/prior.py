@@ -95,11 +95,11 @@ def _prior_bits(
             writes += (part.writes[number] for part in parts)
     sums = iter(np.add.reduceat(digest_targets(writes), starts).tolist() if starts else [])
     for name, parts in deltas.items():
+        weight = weights[name]
         found: dict[Box, BitsDigest] = {}
-        for copy, (low, high) in zip(weights[name].copies, sums, strict=False):
-            assert copy.boxes is not None
-            box, digest = copy.boxes.source.normalized, BitsDigest(low, high)
+        for box, (low, high) in zip(weight.sources, sums, strict=False):
+            digest = BitsDigest(low, high)
             # Two copies of the same elements count once, if they hold the same.
             found[box] = digest if found.get(box, digest) == digest else BitsDigest(~low, high)
         expected = digest_sum(part.prior for part in parts if part.prior is not None)
-        yield PriorBits(weights[name], expected, found)
+        yield PriorBits(weight, expected, found)

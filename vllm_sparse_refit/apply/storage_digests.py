@@ -38,7 +38,7 @@ class StorageDigests:
         watched: dict[int, _Watched] = {}
         for name in discovery.names(LoadKind.TRANSFORM, LoadKind.DENSE):
             for copy in discovery.weights[name].copies:
-                if (key := storage_key(copy.target)) not in watched:
+                if (key := copy.storage_key) not in watched:
                     watched[key] = _Watched(name, copy.storage, _digest(copy.storage))
         return cls(watched)
 
