@@ -13,9 +13,10 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.fleet.fleets import CONTEXT, LIMITS, Fleet, ToyLLM, toy_engines, toy_fleet
+from tests.fleet.fleets import CONTEXT, LIMITS, Fleet, ToyLLM, send_part, toy_engines, toy_fleet
 from tests.fleet.toy_trainer import RemoteWorker
 from tests.fleet.toy_worker import toy_bits, toy_weights
+from tests.transport.helpers import eventually
 from vllm_sparse_refit import (
     ProducerShard,
     SyncConfig,
@@ -25,9 +26,7 @@ from vllm_sparse_refit import (
 )
 from vllm_sparse_refit.errors import BaselineError, ConfigError, RefitError, TransactionError
 from vllm_sparse_refit.trainer import parallel_encoder
-from vllm_sparse_refit.trainer.baseline import DeltaCompressionTracker
 from vllm_sparse_refit.trainer.producers import Coordinator
-from vllm_sparse_refit.trainer.stream import stream_sparse_delta_payloads_via_zmq
 from vllm_sparse_refit.transport.monitor import FleetMonitor
 
 OLD, NEW, NEWER = (toy_weights(seed) for seed in (1, 2, 3))
@@ -344,7 +343,7 @@ def test_a_trainer_process_is_killed_amid_its_data(victim: int, tmp_path: Path) 
         first.succeed("sync", 2)
         fleet.assert_holds(NEW)
         first.start("sync", 3, hanging=victim)
-        _await_staged(fleet)
+        assert eventually(lambda: any(r["staged_bytes"] for r in fleet.statuses()), timeout_s=60)
         first.processes[victim].kill()
         others = [rank for rank in range(RANKS) if rank != victim]
         assert all(first.outcomes(others))  # both say what happened
@@ -358,48 +357,25 @@ def test_a_trainer_process_is_killed_amid_its_data(victim: int, tmp_path: Path) 
         fleet.assert_holds(NEWER)
 
 
-def _await_staged(fleet: Fleet) -> None:
-    deadline = time.monotonic() + 60
-    while not any(reply["staged_bytes"] for reply in fleet.statuses()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 # --- driven by hand, over the stream's own arguments ------------------------------------------------
 
 
 def _produce(addresses: Sequence[str], rank: int, sent: Connection, hangs: bool) -> None:
     """One producer of a transfer that somebody else begins, prepares and commits."""
     parallel_encoder._GROUP_BYTES = 1  # type: ignore[misc]
-    config = SyncConfig(payload_bytes=1)
-    tracker = DeltaCompressionTracker(config=config)
-    tracker.snapshot_baseline(OLD.items())
-    tracker.set_routing(skip=(), overwrite={"first", "second"}, dense=())
-
-    report = stream_sparse_delta_payloads_via_zmq(
-        _slowly(NEW, hangs=hangs),
-        delta_tracker=tracker,
-        refit_targets=addresses,
-        transfer_id="t",
-        sequence=1,
-        shard_rank=rank,
-        shard_count=RANKS,
-        config=config,
-    )
-    sent.send(report["payloads"])
+    sent.send(send_part(_slowly(NEW, hangs=hangs), addresses, "t", rank=rank, size=RANKS))
 
 
 def _await_producer(addresses: Sequence[str], producer: str) -> None:
     """Wait until a payload of a producer is staged on every worker."""
-    deadline = time.monotonic() + 60
+
+    def is_staged() -> bool:
+        reports = monitor.ask("t", addresses, 10.0).values()
+        found = [report["server"]["transfer"]["producers"] for report in reports]
+        return len(found) == len(addresses) and all(producer in each for each in found)
+
     with FleetMonitor(addresses) as monitor:
-        while True:
-            reports = monitor.ask("t", addresses, 10.0).values()
-            found = [report["server"]["transfer"]["producers"] for report in reports]
-            if len(found) == len(addresses) and all(producer in each for each in found):
-                return
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        assert eventually(is_staged, timeout_s=60)
 
 
 @pytest.mark.parametrize("victim", [0, 1])  # number 2 has one tensor only
