@@ -70,6 +70,8 @@ _LINEAR_ATTENTION: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"],
 }
 _NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+# Of families that take more than text: they name their sizes otherwise, and a processor needs the tokenizer.
+_PROCESSED: dict[str, Any] = {"without": tuple(_COMMON), "engine": {"skip_tokenizer_init": False}}
 
 
 @dataclass(frozen=True)
@@ -335,9 +337,8 @@ FAMILIES: dict[str, Family] = {
             "begin_suppress_tokens": None,
             **_NO_SPECIAL_TOKENS,
         },
-        without=tuple(_COMMON),
+        **_PROCESSED,
         auto_class="AutoModelForSpeechSeq2Seq",
-        engine={"skip_tokenizer_init": False},
         runs="audio",
         files="save_whisper_processor",
     ),
@@ -359,9 +360,8 @@ FAMILIES: dict[str, Family] = {
             "tie_word_embeddings": True,
             **_NO_SPECIAL_TOKENS,
         },
-        without=tuple(_COMMON),
+        **_PROCESSED,
         auto_class="AutoModelForImageTextToText",
-        engine={"skip_tokenizer_init": False},
         runs="image",
         files="save_idefics3_processor",
     ),

@@ -215,6 +215,12 @@ def _tie(model: Model) -> None:
     model.head.weight = model.embed.weight
 
 
+def _unfilled_cell(model: Model) -> None:
+    if model is None:
+        packed = torch.empty(1)
+    model.linear.forward_fn = lambda x: x @ packed
+
+
 def _plain_values(model: Model) -> None:
     model.linear.block_size = 32
     model.linear.label = "done"
@@ -232,6 +238,7 @@ def _plain_values(model: Model) -> None:
         _view_of_a_parameter,
         _view_of_another_layer,
         _tie,
+        _unfilled_cell,
         _plain_values,
     ],
 )

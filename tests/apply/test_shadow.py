@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.apply.toys import (
+    ToyApplier,
     Weights,
     deltas_between,
     grouped,
@@ -292,6 +293,12 @@ def _info(weights: Mapping[str, torch.Tensor]) -> dict[str, tuple[tuple[int, ...
     return {name: (tuple(t.shape), t.dtype) for name, t in weights.items()}
 
 
+def _started(toy: PackedToy, old: Tensors) -> tuple[Model, ToyApplier]:
+    model, loaded = toy.loaded(old)
+    assert loaded.refused == ()
+    return model, toy_applier(model, _info(old), loaded=loaded)
+
+
 def _apply(applier: Any, old: Tensors, new: Tensors) -> None:
     staged = grouped(deltas_between(old, new, applier.discovery, SparseOperation.XOR))
     applier.check_transfer(staged)
@@ -326,9 +333,7 @@ def _updates(toy: PackedToy) -> Iterator[tuple[Tensors, Tensors]]:
 def test_an_update_equals_a_fresh_model(name: str) -> None:
     toy = TOYS[name]
     first = next(_updates(toy))[0]
-    model, loaded = toy.loaded(first)
-    assert loaded.refused == ()
-    applier = toy_applier(model, _info(first), loaded=loaded)
+    model, applier = _started(toy, first)
     assert applier.discovery.packed == ()
     unchanged, places = _state(model), identities(model)
     applier.discover_native_skips(_info(first))
@@ -346,8 +351,7 @@ def test_an_update_equals_a_fresh_model(name: str) -> None:
 def test_an_update_can_be_taken_back_and_repeated(name: str) -> None:
     toy = TOYS[name]
     old, new = next(_updates(toy))
-    model, loaded = toy.loaded(old)
-    applier = toy_applier(model, _info(old), loaded=loaded)
+    model, applier = _started(toy, old)
     unchanged, places = _state(model), identities(model)
     for _ in range(2):
         _apply(applier, old, new)
@@ -369,8 +373,7 @@ def test_only_touched_layers_are_processed_again() -> None:
 
     toy = PackedToy(pack)
     old, new = next(_updates(toy))
-    model, loaded = toy.loaded(old)
-    applier = toy_applier(model, _info(old), loaded=loaded)
+    model, applier = _started(toy, old)
     processed.clear()
     _apply(applier, old, _only(old, new, "second.bias", "plain.weight"))
     assert processed == [model.second]
@@ -388,8 +391,7 @@ def test_processing_that_raises_half_way_changes_nothing(error: type[BaseExcepti
 
     toy = PackedToy(pack, derive=None)
     old, new = next(_updates(toy))
-    model, loaded = toy.loaded(old)
-    applier = toy_applier(model, _info(old), loaded=loaded)
+    model, applier = _started(toy, old)
     unchanged, places = _state(model), identities(model)
     fail = True
     expected = TransactionError if error is ValueError else KeyboardInterrupt
@@ -405,8 +407,7 @@ def test_processing_that_raises_half_way_changes_nothing(error: type[BaseExcepti
 def test_two_updates_before_a_release_are_both_taken_back() -> None:
     toy = TOYS["scaled"]
     old, new = next(_updates(toy))
-    model, loaded = toy.loaded(old)
-    applier = toy_applier(model, _info(old), loaded=loaded)
+    model, applier = _started(toy, old)
     unchanged = _state(model)
     half = _only(old, new, "first.weight", "second.weight")
     _apply(applier, old, half)
@@ -506,8 +507,7 @@ def test_processing_that_changes_what_it_left_alone_at_loading_is_refused_and_un
 
     toy = PackedToy(clamp)
     old = {name: tensor.clamp(max=1) for name, tensor in _weights(toy, 1).items()}
-    model, loaded = toy.loaded(old)
-    applier = toy_applier(model, _info(old), loaded=loaded)
+    model, applier = _started(toy, old)
     unchanged = _state(model)
     new = {name: tensor + 2 for name, tensor in old.items()}
     with pytest.raises(UnsupportedModelError, match=r"first\.weight, which it left alone"):
@@ -595,8 +595,7 @@ def test_a_reload_is_followed_and_put_right(name: str) -> None:
 def test_weights_replaced_in_another_way_make_shadows_unusable(raises: bool) -> None:
     toy = TOYS["repacked-same-shape"]
     old = _weights(toy, 1)
-    model, loaded = toy.loaded(old)
-    applier = toy_applier(model, _info(old), loaded=loaded)
+    model, applier = _started(toy, old)
     with contextlib.suppress(ValueError), applier.weights_replaced("reload_weights"):
         if raises:
             raise ValueError
@@ -608,8 +607,7 @@ def test_weights_replaced_in_another_way_make_shadows_unusable(raises: bool) -> 
 def test_a_packed_parameter_that_moved_is_refused() -> None:
     toy = TOYS["repacked-same-shape"]
     old, new = next(_updates(toy))
-    model, loaded = toy.loaded(old)
-    applier = toy_applier(model, _info(old), loaded=loaded)
+    model, applier = _started(toy, old)
     unchanged = _state(model)
     model.second.weight.data = model.second.weight.data.clone()
     with pytest.raises(RefitError, match=r"second\.weight has moved"):

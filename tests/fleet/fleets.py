@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +14,9 @@ import torch
 
 from tests.fleet.toy_worker import REAP_INTERVAL_S, ToyWorker, run_worker, toy_bits, toy_weights
 from vllm_sparse_refit import SyncConfig, WeightSynchronizer
+from vllm_sparse_refit.trainer.baseline import DeltaCompressionTracker
 from vllm_sparse_refit.trainer.engine import LocalEngine
+from vllm_sparse_refit.trainer.stream import stream_sparse_delta_payloads_via_zmq
 from vllm_sparse_refit.worker.receiver import Receiver
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -201,6 +203,32 @@ class Fleet:
     def close(self) -> None:
         for worker in self._workers:
             worker.close()
+
+
+def send_part(
+    weights: Iterable[tuple[str, torch.Tensor]],
+    addresses: Sequence[str],
+    transfer_id: str,
+    *,
+    rank: int,
+    size: int,
+) -> int:
+    """Be one producer of a transfer that was begun by hand, from seed 1; returns its count of payloads."""
+    config = SyncConfig(payload_bytes=1)
+    tracker = DeltaCompressionTracker(config=config)
+    tracker.snapshot_baseline(toy_weights(1).items())
+    tracker.set_routing(skip=(), overwrite={"first", "second"}, dense=())
+    report = stream_sparse_delta_payloads_via_zmq(
+        weights,
+        delta_tracker=tracker,
+        refit_targets=addresses,
+        transfer_id=transfer_id,
+        sequence=1,
+        shard_rank=rank,
+        shard_count=size,
+        config=config,
+    )
+    return report["payloads"]
 
 
 @contextlib.contextmanager

@@ -74,55 +74,24 @@ class LimitedFiles:
         resource.setrlimit(resource.RLIMIT_FSIZE, self._limits)
 
 
-Scenario = Callable[[Disk, Path], None]
+Scenario = Callable[[Disk], None]
 
 
-def _run(report: Connection, scenario: Scenario, kind: type[Any], disk: Path, path: Path) -> None:
+def _run(report: Connection, scenario: Scenario, kind: type[Any], folder: Path) -> None:
     try:
-        made = kind(disk)
+        disk = kind(folder)
     except PermissionError as error:
         report.send(("skip", str(error)))
         return
     try:
-        scenario(made, path)
+        scenario(disk)
     except BaseException:
         report.send(("failed", traceback.format_exc()))
     else:
         report.send(("passed", ""))
 
 
-@pytest.fixture(params=[SmallDisk, LimitedFiles])
-def runs(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Scenario], None]:
-    """Run a scenario in a process of its own."""
-
-    def run(scenario: Scenario) -> None:
-        (disk := tmp_path / "disk").mkdir()
-        ours, theirs = CONTEXT.Pipe()
-        process = CONTEXT.Process(
-            target=_run, args=(theirs, scenario, request.param, disk, tmp_path), daemon=True
-        )
-        process.start()
-        theirs.close()
-        try:
-            outcome, text = ours.recv()
-        except EOFError:  # a bus error, for example
-            process.join(10)
-            pytest.fail(f"the process ended with {process.exitcode}")
-        finally:
-            process.kill()
-            process.join(10)
-        if outcome == "skip":
-            pytest.skip(text)
-        assert outcome == "passed", text
-
-    return run
-
-
-def test_a_baseline_whose_disk_is_full_is_not_lost(runs: Callable[[Scenario], None]) -> None:
-    runs(_baseline_scenario)
-
-
-def _baseline_scenario(disk: Disk, _: Path) -> None:
+def a_baseline_is_not_lost(disk: Disk) -> None:
     with toy_fleet(3) as fleet:
         sync = fleet.connect(baseline_dir=disk.folder)
         folder = sync.baseline_folder
@@ -155,13 +124,7 @@ def _taken_over_and_exact(fleet: Fleet, folder: Path) -> None:
     fleet.assert_holds(NEWEST)
 
 
-def test_a_snapshot_that_the_disk_has_no_room_for_is_refused(
-    runs: Callable[[Scenario], None],
-) -> None:
-    runs(_snapshot_scenario)
-
-
-def _snapshot_scenario(disk: Disk, _: Path) -> None:
+def a_snapshot_is_refused(disk: Disk) -> None:
     """However far it gets: the files of the tensors, the index, the index with its version."""
     with toy_fleet(1) as fleet:
         sync = fleet.connect(baseline_dir=disk.folder)
@@ -179,13 +142,7 @@ def _snapshot_scenario(disk: Disk, _: Path) -> None:
         fleet.assert_holds(NEW)
 
 
-def test_a_decision_or_a_save_that_the_disk_has_no_room_for(
-    runs: Callable[[Scenario], None],
-) -> None:
-    runs(_decision_scenario)
-
-
-def _decision_scenario(disk: Disk, _: Path) -> None:
+def a_decision_or_a_save_is_refused(disk: Disk) -> None:
     with toy_fleet(3) as fleet:
         sync = fleet.connect(state_dir=disk.folder / "state")
         disk.fill()
@@ -201,3 +158,27 @@ def _decision_scenario(disk: Disk, _: Path) -> None:
         sync.restore(disk.folder / "saved")
         sync.sync(NEWER.items())
         fleet.assert_holds(NEWER)
+
+
+@pytest.mark.parametrize("kind", [SmallDisk, LimitedFiles])
+@pytest.mark.parametrize(
+    "scenario", [a_baseline_is_not_lost, a_snapshot_is_refused, a_decision_or_a_save_is_refused]
+)
+def test_when_the_disk_is_full(scenario: Scenario, kind: type[Any], tmp_path: Path) -> None:
+    """Each scenario in a process of its own."""
+    (folder := tmp_path / "disk").mkdir()
+    ours, theirs = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=_run, args=(theirs, scenario, kind, folder), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        outcome, text = ours.recv()
+    except EOFError:  # a bus error, for example
+        process.join(10)
+        pytest.fail(f"the process ended with {process.exitcode}")
+    finally:
+        process.kill()
+        process.join(10)
+    if outcome == "skip":
+        pytest.skip(text)
+    assert outcome == "passed", text

@@ -140,7 +140,7 @@ def test_a_stopped_worker_is_not_waited_for(
         del others[position]
         stopped.fault(step, "stop")
         # Short for this engine only: the others may be slow on a busy machine.
-        case.sync._engines[position]._timeout_s = 1.0
+        list(case.sync._fleet)[position]._timeout_s = 1.0
         started = time.monotonic()
         with pytest.raises(RefitError) as caught:
             case.sync.sync(toy_weights(new).items())

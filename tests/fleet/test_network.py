@@ -6,13 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.fleet.fleets import Fleet, toy_fleet
+from tests.fleet.fleets import Fleet, send_part, toy_fleet
 from tests.fleet.proxy import FAULTS, Proxy
 from tests.fleet.toy_worker import toy_weights
-from vllm_sparse_refit import SyncConfig
 from vllm_sparse_refit.errors import RefitError
-from vllm_sparse_refit.trainer.baseline import DeltaCompressionTracker
-from vllm_sparse_refit.trainer.stream import stream_sparse_delta_payloads_via_zmq
 from vllm_sparse_refit.transport import monitor
 
 SEEDS = 1, 2, 3, 4
@@ -77,23 +74,10 @@ def test_the_count_of_each_producer_is_checked() -> None:
     with toy_fleet(3) as fleet:
         fleet.connect()  # has the workers discover their tensors
         addresses = fleet.begin_by_hand("t")
-        config = SyncConfig(payload_bytes=1)
-        counts = {}
-        for rank in range(2):
-            tracker = DeltaCompressionTracker(config=config)
-            tracker.snapshot_baseline(toy_weights(1).items())
-            tracker.set_routing(skip=(), overwrite={"first", "second"}, dense=())
-            report = stream_sparse_delta_payloads_via_zmq(
-                toy_weights(2).items(),
-                delta_tracker=tracker,
-                refit_targets=addresses,
-                transfer_id="t",
-                sequence=1,
-                shard_rank=rank,
-                shard_count=2,
-                config=config,
-            )
-            counts[str(rank)] = report["payloads"]
+        counts = {
+            str(rank): send_part(toy_weights(2).items(), addresses, "t", rank=rank, size=2)
+            for rank in range(2)
+        }
         assert len(set(counts.values())) == 2  # so that swapping them is a difference
         for llm in fleet.llms:
             swapped = {"0": counts["1"], "1": counts["0"]}

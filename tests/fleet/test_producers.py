@@ -13,15 +13,20 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.fleet.fleets import CONTEXT, LIMITS, Fleet, ToyLLM, toy_engines, toy_fleet
+from tests.fleet.fleets import CONTEXT, LIMITS, Fleet, ToyLLM, send_part, toy_engines, toy_fleet
 from tests.fleet.toy_trainer import RemoteWorker
 from tests.fleet.toy_worker import toy_bits, toy_weights
-from vllm_sparse_refit import ProducerShard, SyncConfig, TorchProducerGroup, WeightSynchronizer
+from tests.transport.helpers import eventually
+from vllm_sparse_refit import (
+    ProducerShard,
+    SyncConfig,
+    SyncReport,
+    TorchProducerGroup,
+    WeightSynchronizer,
+)
 from vllm_sparse_refit.errors import BaselineError, ConfigError, RefitError, TransactionError
 from vllm_sparse_refit.trainer import parallel_encoder
-from vllm_sparse_refit.trainer.baseline import DeltaCompressionTracker
 from vllm_sparse_refit.trainer.producers import Coordinator
-from vllm_sparse_refit.trainer.stream import stream_sparse_delta_payloads_via_zmq
 from vllm_sparse_refit.transport.monitor import FleetMonitor
 
 OLD, NEW, NEWER = (toy_weights(seed) for seed in (1, 2, 3))
@@ -104,6 +109,12 @@ class Trainers:
         assert failures == [None] * RANKS
         return result
 
+    def bring_to(self, weights: dict[str, torch.Tensor]) -> SyncReport:
+        """A sync that succeeds on every rank, after which every worker holds exactly these weights."""
+        report: SyncReport = self.succeed("sync", weights)
+        self._fleet.assert_holds(weights)
+        return report
+
 
 @pytest.fixture
 def fleet() -> Iterator[Fleet]:
@@ -111,12 +122,17 @@ def fleet() -> Iterator[Fleet]:
         yield made
 
 
-def test_several_producers_bring_all_workers_to_the_new_weights(fleet: Fleet) -> None:
-    trainers = Trainers(fleet)
-    trainers.succeed("snapshot", OLD)
+@pytest.fixture
+def trainers(fleet: Fleet) -> Trainers:
+    """With a snapshot of what the fleet holds."""
+    made = Trainers(fleet)
+    made.succeed("snapshot", OLD)
+    return made
+
+
+def test_several_producers_bring_all_workers_to_the_new_weights(trainers: Trainers) -> None:
     for weights in (NEW, NEWER, OLD):
-        report = trainers.succeed("sync", weights)
-        fleet.assert_holds(weights)
+        report = trainers.bring_to(weights)
         assert report.total_elements == sum(tensor.numel() for tensor in OLD.values())
         assert {shard.version for shard in trainers.shards} == {report.version}
         assert trainers.sync.verify().ok  # rank 0's baseline has followed what the others sent
@@ -125,32 +141,27 @@ def test_several_producers_bring_all_workers_to_the_new_weights(fleet: Fleet) ->
 
 
 def test_an_engine_that_missed_what_several_producers_sent_is_brought_up(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+    fleet: Fleet, trainers: Trainers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm_sparse_refit.trainer.resync import Resync
 
-    trainers = Trainers(fleet)
-    trainers.succeed("snapshot", OLD)
     trainers.succeed("sync", NEW)
     trainers.sync.replace_engine(*fleet.restart(1))
     with monkeypatch.context() as patch:
         patch.delattr(Resync, "_overwrite")
-        assert trainers.succeed("sync", NEWER).resynced == 1
-    fleet.assert_holds(NEWER)
+        assert trainers.bring_to(NEWER).resynced == 1
     trainers.sync.replace_engine(*fleet.restart(2, seed=9))
-    assert trainers.succeed("sync", OLD).resynced == 1
-    fleet.assert_holds(OLD)
+    assert trainers.bring_to(OLD).resynced == 1
 
 
-def test_several_producers_pick_up_what_was_saved(fleet: Fleet, tmp_path: Path) -> None:
-    first = Trainers(fleet)
-    first.succeed("snapshot", OLD)
-    first.succeed("sync", NEW)
-    first.sync.save(tmp_path)
+def test_several_producers_pick_up_what_was_saved(
+    fleet: Fleet, trainers: Trainers, tmp_path: Path
+) -> None:
+    trainers.succeed("sync", NEW)
+    trainers.sync.save(tmp_path)
     second = Trainers(fleet)
     second.succeed("restore", tmp_path)
-    assert second.succeed("sync", NEWER).resynced == 0
-    fleet.assert_holds(NEWER)
+    assert second.bring_to(NEWER).resynced == 0
 
 
 class Spoiled(dict[str, torch.Tensor]):
@@ -161,9 +172,9 @@ class Spoiled(dict[str, torch.Tensor]):
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
-def test_a_rank_that_fails_fails_all_and_leaves_nothing(fleet: Fleet, rank: int) -> None:
-    trainers = Trainers(fleet)
-    trainers.succeed("snapshot", OLD)
+def test_a_rank_that_fails_fails_all_and_leaves_nothing(
+    fleet: Fleet, trainers: Trainers, rank: int
+) -> None:
     name = list(OLD)[rank]
     _, failures = trainers.all("sync", Spoiled(NEW, name))
     assert all(isinstance(failure, RefitError) for failure in failures), failures
@@ -172,40 +183,33 @@ def test_a_rank_that_fails_fails_all_and_leaves_nothing(fleet: Fleet, rank: int)
         assert f"trainer process {rank} could not do its part" in str(failures[0])
     fleet.assert_holds(OLD)
     assert {reply["state"] for reply in fleet.statuses()} == {"idle"}
-    trainers.succeed("sync", NEW)
-    fleet.assert_holds(NEW)
+    trainers.bring_to(NEW)
 
 
 @pytest.mark.parametrize("point", ["sparse_refit_begin", "stage 1", "apply"])
-def test_an_engine_that_fails_fails_all_ranks(fleet: Fleet, point: str) -> None:
-    trainers = Trainers(fleet)
-    trainers.succeed("snapshot", OLD)
+def test_an_engine_that_fails_fails_all_ranks(fleet: Fleet, trainers: Trainers, point: str) -> None:
     fleet.llms[1].fault(point, "raise")
     _, failures = trainers.all("sync", NEW)
     assert all(isinstance(failure, RefitError) for failure in failures), failures
     fleet.assert_holds(OLD)
-    trainers.succeed("sync", NEW)
-    fleet.assert_holds(NEW)
+    trainers.bring_to(NEW)
 
 
 def test_a_release_that_fails_somewhere_has_happened_on_all_ranks(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+    fleet: Fleet, trainers: Trainers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainers = Trainers(fleet)
-    trainers.succeed("snapshot", OLD)
     receiver = fleet.llms[1].workers[0].receiver
     with monkeypatch.context() as patch:
         patch.setattr(receiver, "release", lambda _: (_ for _ in ()).throw(TransactionError("no")))
         _, failures = trainers.all("sync", NEW)
     assert "has happened" in str(failures[0])
     assert failures[1:] == [None] * (RANKS - 1)
-    trainers.succeed("sync", NEWER)
-    fleet.assert_holds(NEWER)
+    trainers.bring_to(NEWER)
 
 
-def test_a_rank_with_a_baseline_of_another_version_is_refused(fleet: Fleet, tmp_path: Path) -> None:
-    trainers = Trainers(fleet)
-    trainers.succeed("snapshot", OLD)
+def test_a_rank_with_a_baseline_of_another_version_is_refused(
+    fleet: Fleet, trainers: Trainers, tmp_path: Path
+) -> None:
     trainers.sync.save(tmp_path / "older")
     trainers.succeed("sync", NEW)
     trainers.sync.save(tmp_path / "newer")
@@ -216,15 +220,12 @@ def test_a_rank_with_a_baseline_of_another_version_is_refused(fleet: Fleet, tmp_
     assert all("on every rank" in str(failure) for failure in failures)
     fleet.assert_holds(NEW)
     trainers.succeed("snapshot", NEW)
-    trainers.succeed("sync", NEWER)
-    fleet.assert_holds(NEWER)
+    trainers.bring_to(NEWER)
 
 
 def test_ranks_that_lose_each_other_after_the_commit(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+    fleet: Fleet, trainers: Trainers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainers = Trainers(fleet)
-    trainers.succeed("snapshot", OLD)
     tell, told = Coordinator._tell, []
 
     def lose(self: Coordinator, step: str, message: Any) -> None:
@@ -242,8 +243,7 @@ def test_ranks_that_lose_each_other_after_the_commit(
     fleet.assert_holds(NEW)
     again = Trainers(fleet)
     again.succeed("snapshot", NEW)
-    again.succeed("sync", NEWER)
-    fleet.assert_holds(NEWER)
+    again.bring_to(NEWER)
 
 
 def test_ranks_are_where_they_belong(fleet: Fleet) -> None:
@@ -324,6 +324,10 @@ class Ranks:
             assert self.calls[rank].poll(120)
         return [self.calls[rank].recv() for rank in ranks]
 
+    def succeed(self, method: str, seed: int) -> None:
+        self.start(method, seed)
+        assert self.outcomes() == [""] * RANKS
+
     def close(self) -> None:
         for process in self.processes:
             process.kill()
@@ -335,12 +339,11 @@ def test_a_trainer_process_is_killed_amid_its_data(victim: int, tmp_path: Path) 
     with toy_fleet(3, in_process=False) as fleet, contextlib.ExitStack() as stack:
         first = Ranks(fleet, tmp_path / "first")
         stack.callback(first.close)
-        for method, seed in (("snapshot", 1), ("sync", 2)):
-            first.start(method, seed)
-            assert first.outcomes() == [""] * RANKS
+        first.succeed("snapshot", 1)
+        first.succeed("sync", 2)
         fleet.assert_holds(NEW)
         first.start("sync", 3, hanging=victim)
-        _await_staged(fleet)
+        assert eventually(lambda: any(r["staged_bytes"] for r in fleet.statuses()), timeout_s=60)
         first.processes[victim].kill()
         others = [rank for rank in range(RANKS) if rank != victim]
         assert all(first.outcomes(others))  # both say what happened
@@ -349,17 +352,9 @@ def test_a_trainer_process_is_killed_amid_its_data(victim: int, tmp_path: Path) 
         first.close()
         second = Ranks(fleet, tmp_path / "second")
         stack.callback(second.close)
-        for method, seed in (("snapshot", 2), ("sync", 3)):
-            second.start(method, seed)
-            assert second.outcomes() == [""] * RANKS
+        second.succeed("snapshot", 2)
+        second.succeed("sync", 3)
         fleet.assert_holds(NEWER)
-
-
-def _await_staged(fleet: Fleet) -> None:
-    deadline = time.monotonic() + 60
-    while not any(reply["staged_bytes"] for reply in fleet.statuses()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 # --- driven by hand, over the stream's own arguments ------------------------------------------------
@@ -368,35 +363,19 @@ def _await_staged(fleet: Fleet) -> None:
 def _produce(addresses: Sequence[str], rank: int, sent: Connection, hangs: bool) -> None:
     """One producer of a transfer that somebody else begins, prepares and commits."""
     parallel_encoder._GROUP_BYTES = 1  # type: ignore[misc]
-    config = SyncConfig(payload_bytes=1)
-    tracker = DeltaCompressionTracker(config=config)
-    tracker.snapshot_baseline(OLD.items())
-    tracker.set_routing(skip=(), overwrite={"first", "second"}, dense=())
-
-    report = stream_sparse_delta_payloads_via_zmq(
-        _slowly(NEW, hangs=hangs),
-        delta_tracker=tracker,
-        refit_targets=addresses,
-        transfer_id="t",
-        sequence=1,
-        shard_rank=rank,
-        shard_count=RANKS,
-        config=config,
-    )
-    sent.send(report["payloads"])
+    sent.send(send_part(_slowly(NEW, hangs=hangs), addresses, "t", rank=rank, size=RANKS))
 
 
 def _await_producer(addresses: Sequence[str], producer: str) -> None:
     """Wait until a payload of a producer is staged on every worker."""
-    deadline = time.monotonic() + 60
+
+    def is_staged() -> bool:
+        reports = monitor.ask("t", addresses, 10.0).values()
+        found = [report["server"]["transfer"]["producers"] for report in reports]
+        return len(found) == len(addresses) and all(producer in each for each in found)
+
     with FleetMonitor(addresses) as monitor:
-        while True:
-            reports = monitor.ask("t", addresses, 10.0).values()
-            found = [report["server"]["transfer"]["producers"] for report in reports]
-            if len(found) == len(addresses) and all(producer in each for each in found):
-                return
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        assert eventually(is_staged, timeout_s=60)
 
 
 @pytest.mark.parametrize("victim", [0, 1])  # number 2 has one tensor only

@@ -1,9 +1,13 @@
 """Whole syncs over real sockets with toy workers in this process: what every rule promises."""
 
 import contextlib
+import errno
+import json
+import os
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +16,7 @@ from tests.apply.toys import TOYS
 from tests.fleet import toy_worker
 from tests.fleet.fleets import Fleet, toy_fleet
 from tests.fleet.toy_worker import BF16, toy_weights
+from vllm_sparse_refit import SyncConfig, WeightSynchronizer
 from vllm_sparse_refit.apply.load_mode import LoadKind
 from vllm_sparse_refit.errors import (
     BaselineError,
@@ -21,6 +26,9 @@ from vllm_sparse_refit.errors import (
     TransportTimeoutError,
 )
 from vllm_sparse_refit.trainer.decisions import DecisionLog
+from vllm_sparse_refit.trainer.engine import LocalEngine
+from vllm_sparse_refit.trainer.resync import Resync
+from vllm_sparse_refit.trainer.transaction import Transaction
 
 OLD, NEW, NEWER = (toy_weights(seed) for seed in (1, 2, 3))
 
@@ -108,8 +116,6 @@ def _vanish(*_: Any, **__: Any) -> Any:
 def test_a_trainer_that_vanishes_before_the_commit_is_given_up(
     step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm_sparse_refit.trainer.transaction import Transaction
-
     with toy_fleet(3) as fleet:
         gone = fleet.connect()
         with monkeypatch.context() as patch:
@@ -129,8 +135,6 @@ def test_a_trainer_that_vanishes_before_the_commit_is_given_up(
 def test_a_worker_keeps_what_was_committed_when_nothing_more_is_heard(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from vllm_sparse_refit.trainer.transaction import Transaction
-
     with toy_fleet(3) as fleet:
         gone = fleet.connect()
         with monkeypatch.context() as patch:
@@ -154,7 +158,6 @@ def test_workers_left_on_both_sides_of_a_commit_are_brought_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The trainer died amid the commits; each worker did what it does when it hears nothing."""
-    from vllm_sparse_refit.trainer.transaction import Transaction
 
     def half(self: Transaction) -> None:
         self._engines[0].call("sparse_refit_commit", self.transfer_id)
@@ -176,10 +179,6 @@ def test_workers_left_on_both_sides_of_a_commit_are_brought_together(
 def test_the_decision_is_on_the_disk_before_the_first_commit(
     fleet: Fleet, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import json
-
-    from vllm_sparse_refit.trainer.engine import LocalEngine
-
     seen = []
     call = LocalEngine.call
 
@@ -219,8 +218,6 @@ def test_a_decision_that_cannot_be_written_stops_the_commit(fleet: Fleet, tmp_pa
 def test_a_worker_that_restarted_from_the_old_weights_is_replayed_what_it_missed(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm_sparse_refit.trainer.resync import Resync
-
     monkeypatch.delattr(Resync, "_overwrite")
     sync = fleet.connect()
     sync.sync(NEW.items())
@@ -240,8 +237,6 @@ def test_a_worker_that_restarted_from_the_old_weights_is_replayed_what_it_missed
 def test_a_worker_whose_weights_are_unknown_is_overwritten(
     fleet: Fleet, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm_sparse_refit.trainer.resync import Resync
-
     sync = fleet.connect(retained_bytes=0)
     monkeypatch.delattr(Resync, "_replay")
     sync.sync(NEW.items())
@@ -311,8 +306,6 @@ def test_engines_are_taken_out_and_checked(fleet: Fleet) -> None:
 
 
 def test_a_trainer_picks_up_what_it_saved(fleet: Fleet, tmp_path: Any) -> None:
-    from vllm_sparse_refit import SyncConfig, WeightSynchronizer
-
     first = fleet.connect()
     first.sync(NEW.items(), label="saved")
     first.save(tmp_path / "saved")
@@ -331,8 +324,6 @@ def test_a_trainer_picks_up_what_it_saved(fleet: Fleet, tmp_path: Any) -> None:
 
 
 def test_a_trainer_picks_up_the_files_of_one_that_died(fleet: Fleet, tmp_path: Any) -> None:
-    from vllm_sparse_refit import WeightSynchronizer
-
     first = fleet.connect(baseline_dir=tmp_path)
     first.sync(NEW.items(), label="kept")
     folder, version = first.baseline_folder, first.version
@@ -350,15 +341,21 @@ def test_a_trainer_picks_up_the_files_of_one_that_died(fleet: Fleet, tmp_path: A
     assert not folder.exists()
 
 
-def test_a_restore_that_failed_can_be_tried_again(
-    fleet: Fleet, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The files that it had taken over by then are still there."""
-    sync = fleet.connect(baseline_dir=tmp_path)
+def _closed(fleet: Fleet, files: Path) -> tuple[WeightSynchronizer, Path]:
+    """A synchronizer that was closed at the new weights, and the folder of the files that it left."""
+    sync = fleet.connect(baseline_dir=files)
     sync.sync(NEW.items())
     folder = sync.baseline_folder
     assert folder is not None
     sync.close(keep=True)
+    return sync, folder
+
+
+def test_a_restore_that_failed_can_be_tried_again(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files that it had taken over by then are still there."""
+    sync, folder = _closed(fleet, tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(sync, "_discover", lambda _: (_ for _ in ()).throw(TransactionError("no")))
         with pytest.raises(TransactionError):
@@ -370,13 +367,9 @@ def test_a_restore_that_failed_can_be_tried_again(
 
 
 def test_files_of_a_trainer_that_died_amid_a_change_are_refused(
-    fleet: Fleet, tmp_path: Any
+    fleet: Fleet, tmp_path: Path
 ) -> None:
-    sync = fleet.connect(baseline_dir=tmp_path)
-    sync.sync(NEW.items())
-    folder = sync.baseline_folder
-    assert folder is not None
-    sync.close(keep=True)
+    sync, folder = _closed(fleet, tmp_path)
     (folder / "index.json").unlink()  # what a change does first
     with pytest.raises(BaselineError, match=r"has no index.*snapshot"):
         sync.restore(folder)
@@ -404,9 +397,6 @@ def test_a_damaged_save_is_refused_and_named(fleet: Fleet, tmp_path: Any) -> Non
 def test_a_save_that_fails_leaves_the_earlier_one(
     fleet: Fleet, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import errno
-    import os
-
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -430,8 +420,6 @@ def test_a_save_that_fails_leaves_the_earlier_one(
 def test_a_trainer_that_died_in_doubt_is_told(
     fleet: Fleet, tmp_path: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm_sparse_refit.trainer.transaction import Transaction
-
     gone = fleet.connect(state_dir=tmp_path / "state")
     gone.save(tmp_path / "saved")
     with monkeypatch.context() as patch:

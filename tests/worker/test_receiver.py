@@ -150,6 +150,12 @@ class Rig:
             self.ok("sparse_refit_commit", transfer_id)
         assert self.state == state
 
+    def assert_as_before(self) -> None:
+        """Idle, and no version or weight is another than at the start."""
+        assert self.state == State.IDLE
+        assert self.digest == INITIAL
+        assert_same_bits(self.model, self.before)
+
 
 class Worker(SparseRefitWorkerExtension):
     rank = 3
@@ -243,9 +249,7 @@ def test_a_repeated_payload_is_staged_once(rig: Rig) -> None:
 def test_an_abort_in_any_state_restores_and_the_next_transfer_works(rig: Rig, state: State) -> None:
     rig.advance(state)
     assert rig.ok("sparse_refit_abort", "t1")["aborted"]
-    assert rig.state == State.IDLE
-    assert rig.digest == INITIAL
-    assert_same_bits(rig.model, rig.before)
+    rig.assert_as_before()
 
     rig.advance(State.COMMITTED)  # even under the same id
     rig.ok("sparse_refit_release", "t1")
@@ -570,9 +574,7 @@ def test_direct_updates_are_finished_together(rig: Rig) -> None:
 def test_a_direct_update_can_be_aborted(rig: Rig) -> None:
     rig.ok("update_weights_from_decoded_sparse_payload", *rig.payloads)
     rig.ok("sparse_refit_abort", "direct")
-    assert rig.state == State.IDLE
-    assert rig.digest == INITIAL
-    assert_same_bits(rig.model, rig.before)
+    rig.assert_as_before()
 
 
 def test_a_direct_update_that_fails_verification_is_taken_back(rig: Rig) -> None:
@@ -581,9 +583,7 @@ def test_a_direct_update_that_fails_verification_is_taken_back(rig: Rig) -> None
     changed = (bits != rig.before["qkv"]).nonzero()[0]
     bits[tuple(changed)] ^= 1  # somebody else writes to the model
     assert "VerificationError" in rig.refused("finish_sparse_delta_refit")
-    assert rig.state == State.IDLE
-    assert rig.digest == INITIAL
-    assert_same_bits(rig.model, rig.before)
+    rig.assert_as_before()
 
 
 def test_the_same_direct_update_twice_is_refused(rig: Rig) -> None:

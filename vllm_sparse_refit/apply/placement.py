@@ -4,6 +4,7 @@ Everything here is pure: tensors are only ever index vectors.
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -46,13 +47,8 @@ class Box:
         Largest stride first, no axis of one element, and neighbours that are contiguous with each other
         merged.
         """
-        merged: list[tuple[int, int]] = []
-        for size, stride in sorted(_axes(self), key=lambda axis: axis[1], reverse=True):
-            inner = size
-            if merged and merged[-1][1] == size * stride:
-                inner *= merged.pop()[0]
-            merged.append((inner, stride))
-        return type(self)(self.offset, tuple(n for n, _ in merged), tuple(s for _, s in merged))
+        axes = _merged_axes(self.shape, self.strides)
+        return type(self)(self.offset, tuple(n for n, _ in axes), tuple(s for _, s in axes))
 
     @property
     def is_injective(self) -> bool:
@@ -64,15 +60,28 @@ class Box:
         if self.numel == 0:
             return True
         reach = 0
-        for size, stride in sorted(_axes(self), key=lambda axis: axis[1]):
+        for size, stride in reversed(_axes(self.shape, self.strides)):
             if stride <= reach:
                 return False
             reach += (size - 1) * stride
         return True
 
 
-def _axes(box: Box) -> list[tuple[int, int]]:
-    return [(n, s) for n, s in zip(box.shape, box.strides, strict=True) if n != 1]
+def _axes(shape: Sequence[int], *strides: Sequence[int]) -> list[tuple[int, ...]]:
+    """Each axis as its size and its stride in each box, largest first stride first, none of one element."""
+    axes = [axis for axis in zip(shape, *strides, strict=True) if axis[0] != 1]
+    return sorted(axes, key=lambda axis: axis[1], reverse=True)
+
+
+def _merged_axes(shape: Sequence[int], *strides: Sequence[int]) -> list[tuple[int, ...]]:
+    """As :func:`_axes`, neighbours that are contiguous with each other in every box merged."""
+    merged: list[tuple[int, ...]] = []
+    for size, *steps in _axes(shape, *strides):
+        inner = size
+        if merged and merged[-1][1:] == tuple(size * step for step in steps):
+            inner *= merged.pop()[0]
+        merged.append((inner, *steps))
+    return merged
 
 
 @dataclass(frozen=True)
@@ -86,24 +95,13 @@ class BoxCopy:
     target: Box
 
     @functools.cached_property
-    def axes(self) -> list[tuple[int, int, int]]:
+    def axes(self) -> list[tuple[int, ...]]:
         """``(size, source stride, target stride)``, largest source stride first, neighbours merged.
 
         Two axes that are contiguous with each other on both sides are one longer axis, so that the
         copy of a whole tensor, or of a block of its rows, has a single axis.
         """
-        shape, source, target = self.source.shape, self.source.strides, self.target.strides
-        axes = [(n, s, t) for n, s, t in zip(shape, source, target, strict=True) if n != 1]
-        axes.sort(key=lambda axis: axis[1], reverse=True)
-        merged: list[tuple[int, int, int]] = []
-        for size, src, dst in axes:
-            if merged:
-                outer_size, outer_src, outer_dst = merged[-1]
-                if outer_src == size * src and outer_dst == size * dst:
-                    merged[-1] = (outer_size * size, src, dst)
-                    continue
-            merged.append((size, src, dst))
-        return merged
+        return _merged_axes(self.source.shape, self.source.strides, self.target.strides)
 
 
 @dataclass(frozen=True, eq=False)

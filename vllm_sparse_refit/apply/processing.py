@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_sparse_refit.apply.slots import PLAIN, helpers
+from vllm_sparse_refit.apply.slots import PLAIN, captured, helpers
 from vllm_sparse_refit.apply.storage import ViewKey, storage_key, tensor_digest, view_key
 
 
@@ -204,7 +204,7 @@ def _parts(value: object) -> list[object]:
     if isinstance(value, _CONTAINERS):
         return list(value)
     if isinstance(value, types.FunctionType):
-        return _captured(value)
+        return list(captured(value).values())
     if isinstance(value, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, types.MethodType | types.BuiltinFunctionType):
@@ -212,14 +212,3 @@ def _parts(value: object) -> list[object]:
         return [value.__self__]
     # Nothing shows what an object of an extension type holds.
     return list(vars(value).values()) if hasattr(value, "__dict__") else [value]
-
-
-def _captured(function: types.FunctionType) -> list[object]:
-    """What a function has by closure or as a default."""
-    contents = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    for cell in function.__closure__ or ():
-        try:
-            contents.append(cell.cell_contents)
-        except ValueError:  # a cell that was never filled
-            continue
-    return contents

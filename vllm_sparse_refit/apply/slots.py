@@ -273,8 +273,8 @@ def _named_parts(value: Any) -> dict[Any, Any] | None:
         parts = dict(value)
     elif isinstance(value, list | tuple):
         parts = dict(enumerate(value))
-    elif isinstance(value, types.FunctionType):
-        parts = _captured(value)
+    elif isinstance(value, types.FunctionType) and all(map(_is_filled, value.__closure__ or ())):
+        parts = captured(value)
     elif isinstance(value, functools.partial):
         parts = {"func": value.func, **dict(enumerate(value.args)), **value.keywords}
     elif isinstance(value, types.MethodType):
@@ -284,20 +284,19 @@ def _named_parts(value: Any) -> dict[Any, Any] | None:
     return parts
 
 
-def _captured(function: types.FunctionType) -> dict[Any, Any] | None:
-    """What a function has by closure or as a default."""
+def captured(function: types.FunctionType) -> dict[Any, Any]:
+    """What a function has by closure or as a default, by name; nothing for a cell that was never filled."""
     cells = function.__closure__ or ()
-    if any(_is_unfilled(cell) for cell in cells):
-        return None
     return {
-        **{("closure", i): cell.cell_contents for i, cell in enumerate(cells)},
+        **{("closure", i): cell.cell_contents for i, cell in enumerate(cells) if _is_filled(cell)},
         **{("default", i): part for i, part in enumerate(function.__defaults__ or ())},
         **{("default", name): part for name, part in (function.__kwdefaults__ or {}).items()},
     }
 
 
-def _is_unfilled(cell: types.CellType) -> bool:
+def _is_filled(cell: types.CellType) -> bool:
     try:
-        return cell.cell_contents is cell
+        _ = cell.cell_contents
     except ValueError:
-        return True
+        return False
+    return True

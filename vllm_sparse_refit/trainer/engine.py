@@ -4,7 +4,7 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from vllm_sparse_refit import errors
@@ -20,6 +20,8 @@ from vllm_sparse_refit.errors import (
 _INTERRUPT_CHECK_S = 0.5
 
 Reply = dict[str, Any]
+# What the workers of one engine reported of themselves.
+Workers = Sequence[Mapping[str, Any]]
 T = TypeVar("T")
 
 

@@ -1,19 +1,16 @@
 """Bring engines to the version of the others: by the transfers that they missed, or by every element."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
 
 from vllm_sparse_refit.config import SyncConfig
 from vllm_sparse_refit.trainer.baseline import DeltaCompressionTracker
-from vllm_sparse_refit.trainer.engine import LocalEngine
+from vllm_sparse_refit.trainer.engine import LocalEngine, Workers
 from vllm_sparse_refit.trainer.history import OverwriteSource, RetainedTransfer, TransferHistory
 from vllm_sparse_refit.trainer.transaction import Transaction
 from vllm_sparse_refit.weight_version import WeightVersion
 
 logger = logging.getLogger(__name__)
-
-Workers = Sequence[Mapping[str, Any]]
 
 
 class Lineage:

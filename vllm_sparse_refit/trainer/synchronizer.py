@@ -6,8 +6,7 @@ import logging
 import math
 import os
 import time
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,8 +21,9 @@ from vllm_sparse_refit.errors import (
 from vllm_sparse_refit.trainer.baseline import DeltaCompressionTracker
 from vllm_sparse_refit.trainer.baseline_files import is_mapped_baseline
 from vllm_sparse_refit.trainer.decisions import DecisionLog
-from vllm_sparse_refit.trainer.engine import LocalEngine
+from vllm_sparse_refit.trainer.engine import LocalEngine, Workers
 from vllm_sparse_refit.trainer.exported import NamedTensor
+from vllm_sparse_refit.trainer.fleet import Fleet
 from vllm_sparse_refit.trainer.history import RecordingSource, RetainedTransfer, TransferHistory
 from vllm_sparse_refit.trainer.producers import (
     Coordinator,
@@ -32,8 +32,8 @@ from vllm_sparse_refit.trainer.producers import (
     pulled_to_the_end,
 )
 from vllm_sparse_refit.trainer.report import SyncReport, VerificationReport
-from vllm_sparse_refit.trainer.resync import Lineage, Resync, Workers
-from vllm_sparse_refit.trainer.routing import Routing, join_discoveries
+from vllm_sparse_refit.trainer.resync import Lineage, Resync
+from vllm_sparse_refit.trainer.routing import Routing
 from vllm_sparse_refit.trainer.saved import describe, load_baseline, read_note, save_baseline
 from vllm_sparse_refit.trainer.transaction import Transaction
 from vllm_sparse_refit.trainer.verification import compare_digests
@@ -75,8 +75,7 @@ class WeightSynchronizer:
         read_api_key(config.api_key_env_var)
         read_client_keys(config.curve_key_file, config.curve_server_key_file)
         self._config = config
-        self._engines = [self._engine(llm, index) for index, llm in enumerate(engines)]
-        self._named = len(self._engines)
+        self._fleet = Fleet(engines, timeout_s=config.rpc_timeout_s)
         self._group: ProducerGroup = SingleProducer() if producers is None else producers
         if self._group.rank:
             raise ConfigError(
@@ -85,8 +84,6 @@ class WeightSynchronizer:
         self._tracker = DeltaCompressionTracker(config=config)
         self._version: WeightVersion | None = None
         self._dense_bytes = 0
-        self._sequence = 0
-        self._discoveries: dict[LocalEngine, Sequence[dict[str, Any]]] = {}
         self._routing: Routing | None = None
         self._lineage = Lineage()
         self._history = TransferHistory(config.retained_bytes)
@@ -104,9 +101,6 @@ class WeightSynchronizer:
                 WeightVersion(**latest["base"]),
                 WeightVersion(**latest["target"]),
             )
-
-    def _engine(self, llm: Any, index: int) -> LocalEngine:
-        return LocalEngine(llm, f"engine {index}", timeout_s=self._config.rpc_timeout_s)
 
     @classmethod
     def connect(
@@ -145,13 +139,7 @@ class WeightSynchronizer:
             ConfigError: ``old`` is not connected, or ``new`` is connected already or not supported.
             PluginNotEnabledError: ``new`` runs without the plugin.
         """
-        position = self._position(old)
-        if any(engine.is_engine_of(new) for engine in self._engines):
-            raise ConfigError("the new engine is connected already")
-        replacement = self._engine(new, self._named)
-        self._named += 1
-        self._discoveries.pop(self._engines[position], None)
-        self._engines[position] = replacement
+        self._fleet.replace(old, new)
 
     def remove_engine(self, llm: Any) -> None:
         """Go on without an engine, which may be dead.
@@ -159,10 +147,7 @@ class WeightSynchronizer:
         Raises:
             ConfigError: it is not connected, or the only one.
         """
-        position = self._position(llm)
-        if len(self._engines) == 1:
-            raise ConfigError("this is the only engine; replace it with replace_engine()")
-        self._discoveries.pop(self._engines.pop(position), None)
+        self._fleet.remove(llm)
 
     def add_engine(self, llm: Any) -> None:
         """Take one more engine; the next sync finds out what it holds and brings it up.
@@ -171,18 +156,7 @@ class WeightSynchronizer:
             ConfigError: it is connected already or not supported.
             PluginNotEnabledError: it runs without the plugin.
         """
-        if any(engine.is_engine_of(llm) for engine in self._engines):
-            raise ConfigError("this engine is connected already")
-        self._engines.append(self._engine(llm, self._named))
-        self._named += 1
-
-    def _position(self, llm: Any) -> int:
-        for position, engine in enumerate(self._engines):
-            if engine.is_engine_of(llm):
-                return position
-        raise ConfigError(
-            "this engine is not connected; connect() and add_engine() take engines in"
-        )
+        self._fleet.add(llm)
 
     @property
     def version(self) -> WeightVersion | None:
@@ -191,11 +165,7 @@ class WeightSynchronizer:
 
     def status(self) -> list[dict[str, Any]]:
         """What every worker of every engine reports about itself."""
-        return [
-            {"engine": engine.name, **reply}
-            for engine in self._engines
-            for reply in engine.call("sparse_refit_status")
-        ]
+        return self._fleet.status()
 
     # --- snapshot ------------------------------------------------------------------------------------
 
@@ -220,12 +190,12 @@ class WeightSynchronizer:
             call.collect()
             if (decided := self._decisions.final) is not None:
                 # By a trainer that died before it told everybody: what its engines wrote stays.
-                self._recover(decided)
-            self._discover(self._engines)
+                self._fleet.recover(decided)
+            self._discover(self._fleet)
             self._compare_samples()
-            version = self._common_version()
+            version = self._fleet.common_version()
             self._lineage, self._history = Lineage(), TransferHistory(self._config.retained_bytes)
-            for engine, workers in self._recover(version).items():
+            for engine, workers in self._fleet.recover(version).items():
                 self._lineage.trust(workers)
                 if self._config.retained_bytes:
                     self._lineage.remember(engine, version)
@@ -255,16 +225,13 @@ class WeightSynchronizer:
         """Where the baseline's files are, with ``SyncConfig.baseline_dir``; for :meth:`restore`."""
         return self._tracker.folder
 
-    def _discover(self, engines: Sequence[LocalEngine]) -> None:
+    def _discover(self, engines: Iterable[LocalEngine]) -> None:
         """Have engines classify the baseline's tensors, and route them as all engines need it."""
         info = {
             name: [list(shape), dtype_name(dtype)]
             for name, (shape, dtype) in self._tracker.state_dict_info.items()
         }
-        for engine in engines:
-            self._discoveries[engine] = engine.call("discover_native_skips", info)
-        found = {engine.name: self._discoveries[engine] for engine in self._engines}
-        routing = join_discoveries(info, found)
+        routing = self._fleet.discover(info, engines)
         for name, partner in routing.tied:
             if not self._tracker.holds_same_bits(name, partner):
                 raise UnsupportedModelError(
@@ -294,29 +261,7 @@ class WeightSynchronizer:
             name: [positions, bits]
             for name, (positions, bits) in self._tracker.samples(min(per_tensor, 256)).items()
         }
-        for engine in self._engines:
-            for reply in engine.call("sparse_refit_compare", samples):
-                if different := reply["different"]:
-                    name = next(iter(different))
-                    raise BaselineError(
-                        f"{engine.name}, rank {reply['rank']} does not hold these weights: "
-                        f"{sum(different.values())} of {reply['compared']} sampled elements differ, in "
-                        f"{len(different)} tensors, first {name}; call snapshot() with the weights that "
-                        "the engines were started from or last brought to"
-                    )
-
-    def _common_version(self) -> WeightVersion:
-        """The version of all workers; a new one for all if they came to these weights by other ways."""
-        found = {
-            WeightVersion(reply["version"]["label"], reply["version"]["digest"])
-            for reply in self.status()
-        }
-        if len(found) == 1:
-            return found.pop()
-        version = WeightVersion("snapshot", uuid.uuid4().hex)
-        for engine in self._engines:
-            engine.call("sparse_refit_adopt", version.label, version.digest)
-        return version
+        self._fleet.check_samples(samples)
 
     def _weights(self, model: Any) -> Iterator[NamedTensor]:
         return selected_weights(model, self._config)
@@ -335,12 +280,7 @@ class WeightSynchronizer:
             raise BaselineError(
                 "nothing is known about the weights that the engines hold; call snapshot() before verify()"
             )
-        replies = (
-            (f"{engine.name}, rank {reply['rank']}", reply)
-            for engine in self._engines
-            for reply in engine.call("sparse_refit_digests")
-        )
-        return compare_digests(self._tracker, replies)
+        return compare_digests(self._tracker, self._fleet.replies("sparse_refit_digests"))
 
     # --- sync ----------------------------------------------------------------------------------------
 
@@ -374,11 +314,11 @@ class WeightSynchronizer:
         started = time.perf_counter()
         base = self._checked_base(label, pause)
         label = label if label is not None else _next_label(base)
-        workers = self._recover(base)
+        workers = self._fleet.recover(base)
         self._tracker.settle()
         resynced = self._bring_up(workers, base, pause)
         transaction = Transaction(
-            workers, self._config, sequence=self._next_sequence(), label=label
+            workers, self._config, sequence=self._fleet.next_sequence(), label=label
         )
         source = RecordingSource(self._tracker)
         try:
@@ -444,20 +384,6 @@ class WeightSynchronizer:
             counts.append(shard.counts)
         return counts
 
-    def _recover(self, base: WeightVersion) -> dict[LocalEngine, Workers]:
-        """End what an earlier transfer left open, and see what every worker holds."""
-        workers: dict[LocalEngine, Workers] = {
-            engine: engine.call("sparse_refit_recover", base.digest) for engine in self._engines
-        }
-        for replies in workers.values():
-            for reply in replies:
-                self._sequence = max(self._sequence, int(reply["server"]["sequence"]))
-        return workers
-
-    def _next_sequence(self) -> int:
-        self._sequence += 1
-        return self._sequence
-
     def _bring_up(
         self, workers: Mapping[LocalEngine, Workers], base: WeightVersion, pause: bool
     ) -> int:
@@ -470,14 +396,14 @@ class WeightSynchronizer:
         }
         if not behind:
             return 0
-        self._discover(list(behind))
+        self._discover(behind)
         assert self._routing is not None
         resync = Resync(
             self._config,
             self._tracker,
             self._history,
             self._lineage,
-            next_sequence=self._next_sequence,
+            next_sequence=self._fleet.next_sequence,
         )
         resync.bring_up(behind, base, skip=self._routing.skip, pause=pause)
         return len(behind)
@@ -496,7 +422,7 @@ class WeightSynchronizer:
             raise BaselineError(
                 "nothing is known about the weights that the engines hold; call snapshot() before sync()"
             )
-        for engine in self._engines:
+        for engine in self._fleet:
             engine.check_idle(pause)
         return self._version
 
@@ -566,7 +492,7 @@ class WeightSynchronizer:
         if problems := transaction.release():
             raise TransactionError(
                 f"the sync to version {version} has happened, but {len(problems)} of "
-                f"{len(self._engines)} engines could not be told to make it final ({problems[0]}); the "
+                f"{len(self._fleet)} engines could not be told to make it final ({problems[0]}); the "
                 "next sync brings up those that still run, replace_engine() the others"
             )
 
@@ -618,8 +544,8 @@ class WeightSynchronizer:
                 self._tracker.snapshot_baseline(saved.tensors)
                 version, lineage = saved.version, saved.lineage
             call.collect()
-            self._recover(version)
-            self._discover(self._engines)
+            self._fleet.recover(version)
+            self._discover(self._fleet)
             self._lineage, self._history = lineage, TransferHistory(self._config.retained_bytes)
             self._tracker.annotate(self._note(version))
             call.end(version)
