@@ -302,6 +302,21 @@ def test_engines_are_taken_out_and_checked(fleet: Fleet) -> None:
         sync.remove_engine(fleet.llms[1])
 
 
+@pytest.mark.parametrize("seed", [None, 9])
+def test_an_engine_that_was_taken_out_can_come_back(fleet: Fleet, seed: int | None) -> None:
+    """How it loads counts again, whether or not it, or another engine, must be brought up."""
+    sync = fleet.connect()
+    sync.sync(NEW.items())
+    for position in (2, 0):
+        sync.remove_engine(fleet.llms[position])
+        sync.add_engine(fleet.llms[position])
+        if seed is not None:
+            sync.replace_engine(*fleet.restart(1, seed))
+        report = sync.sync((NEWER if position else OLD).items())
+        assert report.resynced == (seed is not None)
+        fleet.assert_holds(NEWER if position else OLD)
+
+
 # --- a trainer that restarts ----------------------------------------------------------------------
 
 

@@ -276,7 +276,8 @@ def _named_parts(value: Any) -> dict[Any, Any] | None:
     elif isinstance(value, types.FunctionType) and all(map(_is_filled, value.__closure__ or ())):
         parts = captured(value)
     elif isinstance(value, functools.partial):
-        parts = {"func": value.func, **dict(enumerate(value.args)), **value.keywords}
+        keywords = {("keyword", name): part for name, part in value.keywords.items()}
+        parts = {"function": value.func, **dict(enumerate(value.args)), **keywords}
     elif isinstance(value, types.MethodType):
         parts = {"self": value.__self__, "function": value.__func__}
     elif _is_helper(value):

@@ -110,6 +110,10 @@ class Fleet:
         self._sequence += 1
         return self._sequence
 
+    def knows(self, engine: LocalEngine) -> bool:
+        """Whether :meth:`discover` asked this engine since it was taken in."""
+        return engine in self._discoveries
+
     def discover(
         self, tensors: Mapping[str, Sequence[Any]], engines: Iterable[LocalEngine]
     ) -> Routing:

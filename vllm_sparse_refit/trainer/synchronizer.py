@@ -394,9 +394,12 @@ class WeightSynchronizer:
             if not self._lineage.trusts(replies)
             or any(reply["version"]["digest"] != base.digest for reply in replies)
         }
+        # Also one that was taken out and in again: how it loads counts once more.
+        asked = [engine for engine in workers if engine in behind or not self._fleet.knows(engine)]
+        if asked:
+            self._discover(asked)
         if not behind:
             return 0
-        self._discover(behind)
         assert self._routing is not None
         resync = Resync(
             self._config,
