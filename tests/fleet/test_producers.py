@@ -140,6 +140,39 @@ def test_several_producers_bring_all_workers_to_the_new_weights(trainers: Traine
     assert report.changed_elements == 0
 
 
+def _turned(weights: dict[str, torch.Tensor], by: int) -> dict[str, torch.Tensor]:
+    """The same in another order."""
+    names = [*weights][::-1]
+    return {name: weights[name] for name in names[by:] + names[:by]}
+
+
+def test_a_sync_may_come_in_another_order_than_the_snapshot(
+    fleet: Fleet, trainers: Trainers
+) -> None:
+    trainers.bring_to(_turned(NEW, 0))
+    report = trainers.succeed("sync", *(_turned(NEWER, rank) for rank in range(RANKS)))
+    fleet.assert_holds(NEWER)
+    assert report.total_elements == sum(tensor.numel() for tensor in OLD.values())
+    unknown = {**_turned(NEW, 1), "more.weight": torch.ones(2, dtype=torch.bfloat16)}
+    _, failures = trainers.all("sync", unknown)
+    assert all("more.weight" in str(failure) for failure in failures)
+    missing = dict([*_turned(NEW, 1).items()][1:])
+    _, failures = trainers.all("sync", missing)
+    assert all("lacks 1 tensors" in str(failure) for failure in failures)
+    fleet.assert_holds(NEWER)
+    trainers.bring_to(OLD)
+
+
+def test_snapshots_in_different_orders_are_refused(fleet: Fleet, trainers: Trainers) -> None:
+    _, failures = trainers.all("snapshot", OLD, OLD, _turned(OLD, 1))
+    assert isinstance(failures[0], BaselineError)
+    assert all("in the same order" in str(failure) for failure in failures)
+    _, failures = trainers.all("sync", NEW)
+    assert all(isinstance(failure, RefitError) for failure in failures)
+    trainers.succeed("snapshot", OLD)
+    trainers.bring_to(NEW)
+
+
 def test_an_engine_that_missed_what_several_producers_sent_is_brought_up(
     fleet: Fleet, trainers: Trainers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,8 +28,9 @@ _DEFAULTS = SyncConfig()
 class ProducerShard:
     """Rank 1 and above of a trainer with several processes; rank 0 has the ``WeightSynchronizer``.
 
-    Holds, compares and sends tensor number *i* of the weights where *i* modulo the number of processes is its
-    rank. Calls are collective: each has its counterpart on rank 0, in the same order.
+    Holds, compares and sends tensor number *i* of the snapshot where *i* modulo the number of processes is
+    its rank; later exports may come in another order. Calls are collective: each has its counterpart on
+    rank 0, in the same order.
 
     Args:
         group: the same as on rank 0.
@@ -81,14 +82,15 @@ class ProducerShard:
         """Make this rank's share of the weights the baseline; returns the version that rank 0 tells."""
         self._version = None
         told(self._group)
-        failure = None
+        done, failure = ShardReport(), None
         try:
             with pulled_to_the_end(weights, self._group) as pulled:
                 share = itertools.islice(pulled, self._group.rank, None, self._group.size)
                 self._tracker.snapshot_baseline(share)
+            done = ShardReport(names=list(self._tracker.state_dict_info))
         except Exception as error:
             failure = error
-        return self._conclude(ShardReport(), failure)
+        return self._conclude(done, failure)
 
     def sync(self, model: Any) -> None:
         """Counterpart of :meth:`WeightSynchronizer.sync`.
@@ -123,7 +125,7 @@ class ProducerShard:
         self._tracker.set_routing(
             **{name: frozenset(ticket[name]) for name in ("skip", "overwrite", "dense")}
         )
-        source = RecordingSource(self._tracker)
+        source, own = RecordingSource(self._tracker), self._tracker.state_dict_info
         counts = stream_sparse_delta_payloads_via_zmq(
             weights,
             delta_tracker=source,
@@ -133,10 +135,11 @@ class ProducerShard:
             timeout_s=self._config.timeout_s,
             shard_rank=self._group.rank,
             shard_count=self._group.size,
+            sends=own.__contains__,
             config=self._config,
         )
         self._tracker.finish_export()
-        return ShardReport("", list(self._tracker.state_dict_info), counts, source.payloads)
+        return ShardReport("", list(own), counts, source.payloads)
 
     def _conclude(self, done: ShardReport, failure: Exception | None) -> WeightVersion:
         """Tell rank 0 what became of this rank's part, and hear how all of it ended."""

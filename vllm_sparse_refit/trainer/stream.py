@@ -49,6 +49,7 @@ def stream_sparse_delta_payloads_via_zmq(
     timeout_s: float = 60.0,
     shard_rank: int = 0,
     shard_count: int = 1,
+    sends: Callable[[str], bool] | None = None,
     config: SyncConfig = _DEFAULT_CONFIG,
     alive: Callable[[], None] = lambda: None,
 ) -> dict[str, int]:
@@ -80,6 +81,8 @@ def stream_sparse_delta_payloads_via_zmq(
         shard_rank: Which shard this process sends, and its ``producer_id``.
         shard_count: Processes that share the tensors: number i of the iterator, counted from 0, is
             sent by shard ``i % shard_count``. The others are pulled and dropped.
+        sends: Whether this shard sends the tensor of a name, where the order in which tensors come must not
+            matter; None shares by number.
         config: Payload size, queue depth, retries and verification samples.
         alive: Called now and then by the calling thread; may raise to stop everything, for a caller that
             learns of a dead worker sooner than by its silence.
@@ -120,7 +123,9 @@ def stream_sparse_delta_payloads_via_zmq(
         )
         pipeline.start("send", _send, connect, send, outbox)
         pipeline.start("encode", _encode, tensors, outbox, delta_tracker, encoded)
-        total_elements = _export(iterator, tensors, shard_rank, shard_count)
+        by_number = functools.partial(_is_of_shard, shard_rank, shard_count)
+        is_own = by_number if sends is None else lambda _, name: sends(name)
+        total_elements = _export(iterator, tensors, is_own)
     return {
         "payloads": encoded.payloads,
         "deltas": encoded.deltas,
@@ -145,16 +150,19 @@ def _check(refit_targets: Sequence[str], shard_rank: int, shard_count: int) -> N
 # The stages. Each runs in one thread and ends when its input is exhausted.
 
 
+def _is_of_shard(rank: int, count: int, number: int, _name: str) -> bool:
+    return number % count == rank
+
+
 def _export(
     iterator: Iterable[NamedTensor],
     tensors: _Channel[ExportedTensor],
-    shard_rank: int,
-    shard_count: int,
+    is_own: Callable[[int, str], bool],
 ) -> int:
     total_elements = 0
-    for index, (name, tensor) in enumerate(iterator):
+    for number, (name, tensor) in enumerate(iterator):
         tensors.raise_if_stopped()
-        if index % shard_count == shard_rank:
+        if is_own(number, name):
             total_elements += tensor.numel()
             tensors.put(ExportedTensor.of(name, tensor))
     tensors.close()

@@ -85,6 +85,7 @@ class WeightSynchronizer:
         self._version: WeightVersion | None = None
         self._dense_bytes = 0
         self._routing: Routing | None = None
+        self._sent_elsewhere: frozenset[str] = frozenset()  # by other processes of the trainer
         self._lineage = Lineage()
         self._history = TransferHistory(config.retained_bytes)
         self._decisions = DecisionLog(config.state_dir)
@@ -187,7 +188,7 @@ class WeightSynchronizer:
             call.start({})
             with pulled_to_the_end(self._weights(model), self._group) as weights:
                 self._tracker.snapshot_baseline(weights)
-            call.collect()
+            self._sent_elsewhere = self._shares(call)
             if (decided := self._decisions.final) is not None:
                 # By a trainer that died before it told everybody: what its engines wrote stays.
                 self._fleet.recover(decided)
@@ -215,6 +216,24 @@ class WeightSynchronizer:
                 error.add_note(f"the engines have come to version {happened} all the same")
             call.fail(error, happened)
             raise
+
+    def _shares(self, call: Coordinator) -> frozenset[str]:
+        """The tensors that the other processes hold and will send.
+
+        Raises:
+            BaselineError: two of them hold the same, or one that is not in this baseline.
+        """
+        shares = [name for shard in call.collect() for name in shard.names]
+        taken = set(shares)
+        if len(taken) < len(shares) or not taken <= self._tracker.state_dict_info.keys():
+            raise BaselineError(
+                "the processes of the trainer do not hold parts of one snapshot: give each the same tensors "
+                "in the same order (later exports may come in another)"
+            )
+        return frozenset(taken)
+
+    def _is_sent_here(self, name: str) -> bool:
+        return name not in self._sent_elsewhere
 
     def _note(self, version: WeightVersion) -> str:
         """What goes with a baseline in files, for a trainer that finds them."""
@@ -376,7 +395,7 @@ class WeightSynchronizer:
             }
         )
         with pulled_to_the_end(self._weights(model), self._group) as weights:
-            sent = transaction.stream(weights, source, producers=self._group.size)
+            sent = transaction.stream(weights, source, sends=self._is_sent_here)
         counts: list[Mapping[str, int]] = [sent]
         for shard in producers.collect():
             self._tracker.take_over(shard.names, (payload.body for payload in shard.payloads))
@@ -546,7 +565,7 @@ class WeightSynchronizer:
                 saved = load_baseline(folder)
                 self._tracker.snapshot_baseline(saved.tensors)
                 version, lineage = saved.version, saved.lineage
-            call.collect()
+            self._sent_elsewhere = self._shares(call)
             self._fleet.recover(version)
             self._discover(self._fleet)
             self._lineage, self._history = lineage, TransferHistory(self._config.retained_bytes)

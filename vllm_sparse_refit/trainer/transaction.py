@@ -2,7 +2,7 @@
 
 import contextlib
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm_sparse_refit.config import SyncConfig, read_api_key
@@ -76,9 +76,13 @@ class Transaction:
         return list(self._addresses)
 
     def stream(
-        self, weights: Iterable[NamedTensor], source: PayloadSource, *, producers: int = 1
+        self,
+        weights: Iterable[NamedTensor],
+        source: PayloadSource,
+        *,
+        sends: Callable[[str], bool] | None = None,
     ) -> dict[str, int]:
-        """Compare, encode and send, as the first of ``producers``.
+        """Compare, encode and send, as the first producer.
 
         See :func:`stream_sparse_delta_payloads_via_zmq`.
         """
@@ -90,7 +94,7 @@ class Transaction:
                 transfer_id=self.transfer_id,
                 sequence=self.sequence,
                 timeout_s=self._config.timeout_s,
-                shard_count=producers,
+                sends=sends,
                 config=self._config,
                 alive=self._check_alive,
             )
