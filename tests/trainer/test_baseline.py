@@ -3,7 +3,7 @@ import os
 import queue
 import threading
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from vllm_sparse_refit.errors import (
 )
 from vllm_sparse_refit.trainer import baseline
 from vllm_sparse_refit.trainer.baseline import DeltaCompressionTracker, SparsePayload
+from vllm_sparse_refit.trainer.exported import NamedTensor
 
 Weights = dict[str, torch.Tensor]
 LIMITS = DecodeLimits(max_payload_bytes=1 << 26, max_decoded_bytes=1 << 28)
@@ -167,7 +168,7 @@ def test_nothing_moves_before_the_sync_succeeded(tracker: DeltaCompressionTracke
     tracker.encode(list(tracker.compare("a", new)))
     tracker.on_sync_succeeded()
     assert list(tracker.compare("a", new)) == []
-    assert [delta.row.name for delta in tracker.compare("b", new)] == ["b", "b"]
+    assert [delta.row.name for delta in tracker.compare("b", new.clone())] == ["b", "b"]
 
 
 @pytest.mark.parametrize("dtype", SUPPORTED)
@@ -395,6 +396,37 @@ def test_a_snapshot_that_fails_leaves_no_baseline(
         assert list(Path(config.baseline_dir).iterdir()) == []
     tracker.snapshot_baseline([("w", torch.zeros(100))])
     assert export(tracker, {"w": torch.zeros(100)}) == []
+
+
+def _payloads(tracker: DeltaCompressionTracker, weights: Iterable[NamedTensor]) -> int:
+    return len(list(tracker.prepare_sparse_delta_payload(weights)))
+
+
+@pytest.mark.parametrize("shapes", [[(4, 6), (4, 6)], [(4, 6), (3, 5)], [(3, 5), (4, 6)]])
+def test_one_buffer_for_several_names_is_refused(
+    tracker: DeltaCompressionTracker, shapes: list[tuple[int, ...]]
+) -> None:
+    """A list of an export that fills one buffer again and again: all its tensors are the last one."""
+    olds = {f"w{i}": torch.randn(shape) for i, shape in enumerate(shapes)}
+    tracker.snapshot_baseline(olds.items())
+    buffer = torch.empty(24)
+    filled = []
+    for name, old in olds.items():
+        view = buffer[: old.numel()].view(old.shape)
+        filled.append((name, view.copy_(old + 1)))
+    with pytest.raises(TensorMismatchError, match="'w0' and 'w1' share memory"):
+        _payloads(tracker, filled)
+    tracker.on_sync_failed()
+    # One after the other they may be at one place, which is given out again.
+    assert _payloads(tracker, ((name, old + 1) for name, old in olds.items()))
+
+
+def test_tensors_that_are_tied_share_memory(tracker: DeltaCompressionTracker) -> None:
+    tied = torch.randn(4, 6)
+    weights = {"head": tied, "embed": tied, "rows": tied[:2]}
+    tracker.snapshot_baseline(weights.items())
+    tied += 1
+    assert _payloads(tracker, weights.items())
 
 
 def test_a_name_given_twice_is_refused(tracker: DeltaCompressionTracker) -> None:

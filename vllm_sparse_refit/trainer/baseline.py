@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import os
 import threading
+import weakref
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -117,6 +118,13 @@ def _digest_at(bits: torch.Tensor, delta: TensorDelta) -> BitsDigest:
     return BitsDigest.of(bits.index_select(0, locations), locations)
 
 
+def _begin_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the bits of two tensors are the same, as far as the shorter one goes."""
+    parts = one.view(torch.uint8), other.view(torch.uint8)
+    size = min(part.numel() for part in parts)
+    return torch.equal(*(part[:size] for part in parts))
+
+
 def _some(names: Sequence[str]) -> str:
     rest = len(names) - _NAMES_SHOWN
     return ", ".join(names[:_NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
@@ -150,8 +158,10 @@ class DeltaCompressionTracker:
         self._lacks_index = False  # the files are whole, but could not be said to be
         self._unusable: str | None = _NO_SNAPSHOT
         self._mover: threading.Thread | None = None
-        self._lock = threading.Lock()  # Owns the three below: the state of the running sync.
+        self._lock = threading.Lock()  # Owns those below: the state of the running sync.
         self._exported: set[str] = set()
+        # By address, the tensor of the running sync that is there, as long as it lives.
+        self._memory: dict[int, tuple[str, weakref.ref[torch.Tensor]]] = {}
         self._pending: list[bytes] = []
         self._sync = 0
 
@@ -393,7 +403,26 @@ class DeltaCompressionTracker:
                     f"tensor {name!r} was exported twice in one sync; give each tensor once"
                 )
             self._exported.add(name)
+        if entry is not None:
+            self._check_memory(exported, entry)
         return None if skipped else entry
+
+    def _check_memory(self, exported: ExportedTensor, entry: _Entry) -> None:
+        """Refuse one buffer that was filled for several names in turn: it holds the values of the last."""
+        tensor = exported.tensor
+        if not tensor.numel() or not tensor.is_contiguous():
+            return
+        with self._lock:
+            name, earlier = self._memory.get(tensor.data_ptr(), ("", None))
+            self._memory[tensor.data_ptr()] = exported.name, weakref.ref(tensor)
+        # Memory that was given back is given out again. Tied tensors share theirs, and have equal bits.
+        is_shared = earlier is not None and earlier() is not None
+        if is_shared and not _begin_alike(self._usable()[name].bits, entry.bits):
+            raise TensorMismatchError(
+                f"tensors {name!r} and {exported.name!r} share memory, but they differed so far; an export "
+                "must yield tensors that keep their values, not one buffer that it fills again (where both "
+                "shall have the same values from now on, give a clone of one)"
+            )
 
     def _comparisons(
         self, exported: ExportedTensor, entry: _Entry, copier: HostCopier
@@ -573,6 +602,7 @@ class DeltaCompressionTracker:
         with self._lock:
             pending, self._pending = self._pending, []
             self._exported.clear()
+            self._memory.clear()
             self._sync += 1
         return pending
 
