@@ -77,6 +77,11 @@ class Receiver:
         self._applier = applier
         self._config = config
         self._limits = limits
+        # Which keys, never what they are; of CURVE the public one.
+        self._keys = {
+            "api_key": api_key is not None,
+            "curve": None if curve is None else curve.public.decode(),
+        }
         self._lock = threading.Lock()
         self._state = State.IDLE
         self._transfer: Transfer | None = None
@@ -162,7 +167,12 @@ class Receiver:
 
     def status(self) -> dict[str, Any]:
         """What this worker is doing, as JSON types."""
-        return {**self._describe(), **self._applier.status(), "server": self._server.status()}
+        return {
+            **self._describe(),
+            **self._applier.status(),
+            "keys": dict(self._keys),
+            "server": self._server.status(),
+        }
 
     def _describe(self) -> dict[str, Any]:
         with self._lock:
