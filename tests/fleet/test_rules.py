@@ -22,6 +22,7 @@ from vllm_sparse_refit.errors import (
     BaselineError,
     ConfigError,
     PayloadRejectedError,
+    PluginNotEnabledError,
     TransactionError,
     TransportTimeoutError,
 )
@@ -99,6 +100,24 @@ def test_a_release_that_fails_somewhere_leaves_all_at_the_new_weights(
     assert states == ["idle", "committed", "idle"]
     assert sync.sync(NEWER.items()).resynced == 0
     fleet.assert_holds(NEWER)
+
+
+# --- engines that are not taken in ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", ["sparse-refit", "foo, sparse_refit"])
+def test_a_misspelt_list_of_plugins_is_quoted(
+    fleet: Fleet, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def inspect(engine: LocalEngine, _: Any) -> Any:
+        raise PluginNotEnabledError(f"{engine.name} runs without it")
+
+    monkeypatch.setenv("VLLM_PLUGINS", value)
+    monkeypatch.setattr(LocalEngine, "_inspect", inspect)
+    with pytest.raises(
+        PluginNotEnabledError, match=rf"engine 0 .*VLLM_PLUGINS is {value!r} now.*without spaces"
+    ):
+        WeightSynchronizer.connect(fleet.llms)
 
 
 # --- in doubt -------------------------------------------------------------------------------------

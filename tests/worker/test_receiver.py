@@ -699,6 +699,22 @@ def test_a_worker_without_the_plugin_enabled_says_so(method: str) -> None:
     assert (reply["rank"], reply["nonce"]) == (-1, "n3")
 
 
+@pytest.mark.parametrize("value", [None, "", "sparse-refit", "foo, sparse_refit"])
+def test_a_list_of_plugins_without_this_one_is_quoted(
+    value: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if value is None:
+        monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    else:
+        monkeypatch.setenv("VLLM_PLUGINS", value)
+    worker: Any = SimpleNamespace()
+    error = SparseRefitWorkerExtension.sparse_refit_status(worker)["error"]
+    found = "not set" if value is None else repr(value)
+    assert error.endswith(
+        f"VLLM_PLUGINS is {found} now; names are separated by commas without spaces"
+    )
+
+
 def test_the_extension_leaves_the_workers_own_names_alone() -> None:
     """vLLM's worker has ``synchronize_device``; a second one would be refused as a clash."""
     assert set(RPC_METHODS) == {
