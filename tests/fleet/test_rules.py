@@ -102,6 +102,22 @@ def test_a_release_that_fails_somewhere_leaves_all_at_the_new_weights(
     fleet.assert_holds(NEWER)
 
 
+def test_an_error_of_the_users_own_iterator_passes_through_as_it_is(fleet: Fleet) -> None:
+    class OwnError(Exception):
+        pass
+
+    def weights() -> Iterator[Any]:
+        yield next(iter(NEW.items()))
+        raise OwnError("mine")
+
+    sync = fleet.connect()
+    with pytest.raises(OwnError, match=r"^mine$"):
+        sync.sync(weights())
+    fleet.assert_holds(OLD)
+    sync.sync(NEW.items())
+    fleet.assert_holds(NEW)
+
+
 # --- engines that are not taken in ----------------------------------------------------------------
 
 
