@@ -118,6 +118,27 @@ def test_an_error_of_the_users_own_iterator_passes_through_as_it_is(fleet: Fleet
     fleet.assert_holds(NEW)
 
 
+def test_one_warning_for_weights_of_more_bits_than_the_engines_keep(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    def warned() -> list[str]:
+        found = [r.getMessage() for r in caplog.records if "SyncConfig" in r.getMessage()]
+        caplog.clear()
+        return found
+
+    sync = fleet.connect()
+    assert warned() == []
+    sync.snapshot((name, weight.float()) for name, weight in OLD.items())
+    (message,) = warned()
+    assert "keep 3 of 5 tensors in fewer bits (q in bfloat16, for one)" in message
+    assert "SyncConfig(dtype='bfloat16')" in message
+    sync.sync((name, weight.float()) for name, weight in NEW.items())
+    assert warned() == []
+    cast = WeightSynchronizer.connect(fleet.llms, config=SyncConfig(dtype="bfloat16"))
+    cast.snapshot((name, weight.float()) for name, weight in NEW.items())
+    assert warned() == []
+
+
 # --- engines that are not taken in ----------------------------------------------------------------
 
 

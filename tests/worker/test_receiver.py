@@ -185,7 +185,10 @@ def test_discovery_reports_plain_types(rig: Rig) -> None:
     expected = ("skips", "dense", "aliases", "uncovered")
     assert all(rig.discovered[key] == [] for key in expected)
     assert rig.discovered["overwrite"] == ["first", "second"]
-    assert rig.discovered["tied"] == {}
+    assert rig.discovered["tied"] == rig.discovered["narrowed"] == {}
+    info = {n: [list(shape), "float32"] for n, (shape, _) in TOY.info(BF16).items()}
+    found = rig.ok("discover_native_skips", info)
+    assert found["narrowed"] == dict.fromkeys("qkv", "bfloat16")
     assert rig.discovered["unsupported"] == rig.discovered["packed"] == {}
 
 

@@ -190,6 +190,7 @@ class WeightSynchronizer:
                 # By a trainer that died before it told everybody: what its engines wrote stays.
                 self._fleet.recover(decided)
             self._discover(self._fleet)
+            self._warn_of_casts()
             self._compare_samples()
             version = self._fleet.common_version()
             self._lineage, self._history = Lineage(), TransferHistory(self._config.retained_bytes)
@@ -251,6 +252,22 @@ class WeightSynchronizer:
             math.prod(shape) * dtype.itemsize
             for shape, dtype in self._tracker.state_dict_info.values()
         )
+
+    def _warn_of_casts(self) -> None:
+        """Say so where most tensors have more bits than the engines keep of them."""
+        assert self._routing is not None
+        casts, count = self._routing.narrowed, len(self._tracker.state_dict_info)
+        if 2 * len(casts) > count:
+            name, kept = next(iter(casts.items()))
+            logger.warning(
+                "sparse_refit: the engines keep %d of %d tensors in fewer bits (%s in %s, for one), and each "
+                "sync compares and sends bits that they drop; SyncConfig(dtype=%r) avoids that",
+                len(casts),
+                count,
+                name,
+                kept,
+                kept,
+            )
 
     def _compare_samples(self) -> None:
         """Refuse a snapshot of other weights than the engines hold: every later xor would be wrong."""

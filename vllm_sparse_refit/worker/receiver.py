@@ -14,6 +14,7 @@ from vllm_sparse_refit.apply.applier import Samples, VllmSparseDeltaApplier
 from vllm_sparse_refit.apply.discovery import TensorInfo
 from vllm_sparse_refit.apply.load_mode import LoadKind
 from vllm_sparse_refit.checksum import checksum_hex
+from vllm_sparse_refit.codec.dtypes import dtype_name
 from vllm_sparse_refit.codec.payload import DecodeLimits, decode_payload
 from vllm_sparse_refit.config import WorkerConfig
 from vllm_sparse_refit.errors import (
@@ -209,6 +210,7 @@ class Receiver:
             "tied": dict(found.tied),
             "overwrite": found.names(LoadKind.TRANSFORM, LoadKind.DENSE),
             "dense": found.names(LoadKind.DENSE),
+            "narrowed": {name: dtype_name(dtype) for name, dtype in found.narrowed.items()},
             "aliases": [list(group) for group in found.aliases],
             "unsupported": found.unsupported,
             "packed": {layer.module: layer.reason for layer in found.packed},
