@@ -8,6 +8,7 @@ the worker inside it.
 
 import functools
 import logging
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,13 @@ def is_registered() -> bool:
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     return getattr(WorkerWrapperBase, _REGISTERED, False)
+
+
+def setting_now() -> str:
+    """The value of ``VLLM_PLUGINS`` in this process, as the end of a message that says to set it."""
+    value = os.environ.get("VLLM_PLUGINS")
+    found = "not set" if value is None else repr(value)
+    return f"VLLM_PLUGINS is {found} now; names are separated by commas without spaces"
 
 
 def enabled_config(vllm_config: "VllmConfig") -> WorkerConfig | None:

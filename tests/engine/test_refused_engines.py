@@ -53,16 +53,17 @@ def test_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = {"sparse_refit": {"api_key_env_var": "REFIT_TEST_KEY"}}
     with engine(before, additional_config=config) as running:
         unchanged = checksums(running)
-        for variable in (None, "REFIT_WRONG_KEY"):
-            synchronizer = WeightSynchronizer.connect(
-                running, config=SyncConfig(api_key_env_var=variable)
-            )
-            synchronizer.snapshot(before)
-            with pytest.raises(AuthenticationError, match="key") as caught:
-                synchronizer.sync(after)
-            assert "the right key" not in str(caught.value)
-            assert "another key" not in str(caught.value)
-            assert checksums(running) == unchanged
+        with pytest.raises(ConfigError, match="engine 0, rank 0 wants an API key"):
+            WeightSynchronizer.connect(running)
+        synchronizer = WeightSynchronizer.connect(
+            running, config=SyncConfig(api_key_env_var="REFIT_WRONG_KEY")
+        )
+        synchronizer.snapshot(before)
+        with pytest.raises(AuthenticationError, match="key") as caught:
+            synchronizer.sync(after)
+        assert "the right key" not in str(caught.value)
+        assert "another key" not in str(caught.value)
+        assert checksums(running) == unchanged
         with pytest.raises(ConfigError, match="REFIT_NO_KEY"):
             WeightSynchronizer.connect(
                 running, config=SyncConfig(api_key_env_var="REFIT_NO_KEY")
@@ -96,14 +97,15 @@ def test_curve_keys(tmp_path: Path) -> None:
     }
     with engine(before, additional_config={"sparse_refit": workers}) as llm:
         unchanged = checksums(llm)
-        for settings in (keys("stranger"), {}):
-            sync = WeightSynchronizer.connect(
-                llm, config=SyncConfig(timeout_s=0.5, retries=0, **settings)
-            )
-            sync.snapshot(before)
-            with pytest.raises(TransportTimeoutError, match="CURVE"):
-                sync.sync(tmp_path / "after")
-            assert checksums(llm) == unchanged
+        with pytest.raises(ConfigError, match="engine 0, rank 0 uses CURVE"):
+            WeightSynchronizer.connect(llm)
+        sync = WeightSynchronizer.connect(
+            llm, config=SyncConfig(timeout_s=0.5, retries=0, **keys("stranger"))
+        )
+        sync.snapshot(before)
+        with pytest.raises(TransportTimeoutError, match="CURVE"):
+            sync.sync(tmp_path / "after")
+        assert checksums(llm) == unchanged
         sync = WeightSynchronizer.connect(llm, config=SyncConfig(**keys("trainer")))
         sync.snapshot(before)
         assert sync.sync(tmp_path / "after").changed_elements > 0

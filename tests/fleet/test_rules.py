@@ -22,6 +22,7 @@ from vllm_sparse_refit.errors import (
     BaselineError,
     ConfigError,
     PayloadRejectedError,
+    PluginNotEnabledError,
     TransactionError,
     TransportTimeoutError,
 )
@@ -99,6 +100,61 @@ def test_a_release_that_fails_somewhere_leaves_all_at_the_new_weights(
     assert states == ["idle", "committed", "idle"]
     assert sync.sync(NEWER.items()).resynced == 0
     fleet.assert_holds(NEWER)
+
+
+def test_an_error_of_the_users_own_iterator_passes_through_as_it_is(fleet: Fleet) -> None:
+    class OwnError(Exception):
+        pass
+
+    def weights() -> Iterator[Any]:
+        yield next(iter(NEW.items()))
+        raise OwnError("mine")
+
+    sync = fleet.connect()
+    with pytest.raises(OwnError, match=r"^mine$"):
+        sync.sync(weights())
+    fleet.assert_holds(OLD)
+    sync.sync(NEW.items())
+    fleet.assert_holds(NEW)
+
+
+def test_one_warning_for_weights_of_more_bits_than_the_engines_keep(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    def warned() -> list[str]:
+        found = [r.getMessage() for r in caplog.records if "SyncConfig" in r.getMessage()]
+        caplog.clear()
+        return found
+
+    sync = fleet.connect()
+    assert warned() == []
+    sync.snapshot((name, weight.float()) for name, weight in OLD.items())
+    (message,) = warned()
+    assert "keep 3 of 5 tensors in fewer bits (q in bfloat16, for one)" in message
+    assert "SyncConfig(dtype='bfloat16')" in message
+    sync.sync((name, weight.float()) for name, weight in NEW.items())
+    assert warned() == []
+    cast = WeightSynchronizer.connect(fleet.llms, config=SyncConfig(dtype="bfloat16"))
+    cast.snapshot((name, weight.float()) for name, weight in NEW.items())
+    assert warned() == []
+
+
+# --- engines that are not taken in ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", ["sparse-refit", "foo, sparse_refit"])
+def test_a_misspelt_list_of_plugins_is_quoted(
+    fleet: Fleet, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def inspect(engine: LocalEngine, _: Any) -> Any:
+        raise PluginNotEnabledError(f"{engine.name} runs without it")
+
+    monkeypatch.setenv("VLLM_PLUGINS", value)
+    monkeypatch.setattr(LocalEngine, "_inspect", inspect)
+    with pytest.raises(
+        PluginNotEnabledError, match=rf"engine 0 .*VLLM_PLUGINS is {value!r} now.*without spaces"
+    ):
+        WeightSynchronizer.connect(fleet.llms)
 
 
 # --- in doubt -------------------------------------------------------------------------------------
@@ -344,7 +400,7 @@ def test_a_trainer_picks_up_the_files_of_one_that_died(fleet: Fleet, tmp_path: A
     folder, version = first.baseline_folder, first.version
     assert folder is not None
     second = WeightSynchronizer.connect(fleet.llms)
-    with pytest.raises(BaselineError, match="in use by another process"):
+    with pytest.raises(BaselineError, match=r"in use: .*close\(keep=True\)"):
         second.restore(folder)
     first.close(keep=True)
     second.restore(folder)

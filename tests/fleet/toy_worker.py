@@ -15,7 +15,8 @@ import torch
 
 from tests.apply.toys import LIMITS, TOYS, random_weights, state_bits, toy_applier
 from vllm_sparse_refit.checksum import checksum_hex
-from vllm_sparse_refit.config import WorkerConfig
+from vllm_sparse_refit.config import WorkerConfig, read_api_key
+from vllm_sparse_refit.transport.curve import read_server_keys
 from vllm_sparse_refit.worker.extension import RECEIVER_ATTRIBUTE, SparseRefitWorkerExtension
 from vllm_sparse_refit.worker.receiver import Receiver
 
@@ -54,8 +55,13 @@ class ToyWorker(SparseRefitWorkerExtension):
         self.applier = toy_applier(self.model)
         self.faults: dict[str, str] = {}
         self.staged = 0
+        settings = WorkerConfig(**{"timeout_s": 5.0, **config})
         self.receiver = Receiver(
-            self.applier, WorkerConfig(**{"timeout_s": 5.0, **config}), LIMITS, None
+            self.applier,
+            settings,
+            LIMITS,
+            read_api_key(settings.api_key_env_var),
+            read_server_keys(settings.curve_key_file, settings.curve_clients_dir),
         )
         self._apply = self.applier.apply
         self.applier.apply = self._apply_or_fail  # type: ignore[method-assign]

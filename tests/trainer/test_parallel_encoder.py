@@ -184,7 +184,9 @@ def test_a_tensor_that_was_written_to_is_refused() -> None:
     buffer[0] = 7
     with (
         ParallelEncoder(cut, names, payload_bytes=1, threads=2) as encoder,
-        pytest.raises(Exception, match="was written to before it had been compared"),
+        pytest.raises(
+            Exception, match="was written to before it had been compared: by an optimizer step"
+        ),
     ):
         list(run(encoder, [exported]))
 

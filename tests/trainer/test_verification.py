@@ -48,7 +48,16 @@ def test_one_changed_bit_is_named() -> None:
 
     report = _verified("fused_qkv", change)
     assert report.different == {"k": ("two",)}
-    assert "k (two)" in str(report)
+    assert str(report).endswith(" elements compared, 1 tensor differs: k (two)")
+
+
+def test_many_tensors_are_counted_and_the_first_are_named() -> None:
+    different = {f"w{number}": ("engine 0, rank 0",) for number in range(7)}
+    report = VerificationReport(elements=1000, different=different, transformed=())
+    assert str(report).startswith(
+        "1,000 elements compared, 7 tensors differ: w0 (engine 0, rank 0), w1"
+    )
+    assert str(report).endswith("w4 (engine 0, rank 0) and 2 more")
 
 
 def test_what_is_transformed_is_compared_with_what_was_loaded() -> None:

@@ -185,7 +185,10 @@ def test_discovery_reports_plain_types(rig: Rig) -> None:
     expected = ("skips", "dense", "aliases", "uncovered")
     assert all(rig.discovered[key] == [] for key in expected)
     assert rig.discovered["overwrite"] == ["first", "second"]
-    assert rig.discovered["tied"] == {}
+    assert rig.discovered["tied"] == rig.discovered["narrowed"] == {}
+    info = {n: [list(shape), "float32"] for n, (shape, _) in TOY.info(BF16).items()}
+    found = rig.ok("discover_native_skips", info)
+    assert found["narrowed"] == dict.fromkeys("qkv", "bfloat16")
     assert rig.discovered["unsupported"] == rig.discovered["packed"] == {}
 
 
@@ -697,6 +700,22 @@ def test_a_worker_without_the_plugin_enabled_says_so(method: str) -> None:
     assert reply["ok"] is False
     assert reply["error_type"] == "PluginNotEnabledError"
     assert (reply["rank"], reply["nonce"]) == (-1, "n3")
+
+
+@pytest.mark.parametrize("value", [None, "", "sparse-refit", "foo, sparse_refit"])
+def test_a_list_of_plugins_without_this_one_is_quoted(
+    value: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if value is None:
+        monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    else:
+        monkeypatch.setenv("VLLM_PLUGINS", value)
+    worker: Any = SimpleNamespace()
+    error = SparseRefitWorkerExtension.sparse_refit_status(worker)["error"]
+    found = "not set" if value is None else repr(value)
+    assert error.endswith(
+        f"VLLM_PLUGINS is {found} now; names are separated by commas without spaces"
+    )
 
 
 def test_the_extension_leaves_the_workers_own_names_alone() -> None:

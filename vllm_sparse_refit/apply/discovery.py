@@ -89,6 +89,17 @@ class Discovery:
         """Reasons by name."""
         return {n: w.reason for n, w in self.weights.items() if w.kind is LoadKind.UNSUPPORTED}
 
+    @property
+    def narrowed(self) -> dict[str, torch.dtype]:
+        """The dtype of this rank's parameters by name, of tensors that only lose bits in a cast to it."""
+        return {
+            name: weight.copies[0].target.dtype
+            for name, weight in self.weights.items()
+            if weight.copies
+            and all(c.is_cast for c in weight.copies)
+            and weight.copies[0].target.dtype.itemsize < weight.dtype.itemsize
+        }
+
 
 def discover(
     live: LiveModel,

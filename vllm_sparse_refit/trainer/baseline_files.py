@@ -53,7 +53,7 @@ class MappedTensor:
 
 
 class MappedFiles:
-    """The folder of one baseline, held by one process at a time. One owner; not thread-safe."""
+    """The folder of one baseline, held by one object at a time. One owner; not thread-safe."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -65,8 +65,9 @@ class MappedFiles:
             except BlockingIOError:
                 self._lock.close()
                 raise BaselineError(
-                    f"the baseline in {str(folder)!r} is in use by another process; stop that one, or "
-                    "snapshot the weights that the engines hold"
+                    f"the baseline in {str(folder)!r} is in use: stop the other process that holds it, or "
+                    "call close(keep=True) on the synchronizer of this one that does, or snapshot the "
+                    "weights that the engines hold"
                 ) from None
 
     @classmethod

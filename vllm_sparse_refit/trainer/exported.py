@@ -48,8 +48,9 @@ class ExportedTensor:
         """
         if self.version != _version(self.tensor):
             raise TensorMismatchError(
-                f"tensor {self.name!r} was written to before it had been compared; an export must "
-                "yield tensors that keep their values, not one buffer that it fills again"
+                f"tensor {self.name!r} was written to before it had been compared: by an optimizer "
+                "step that ran meanwhile, or by an export that fills one buffer again and again; weights "
+                "must keep their values until the call returns"
             )
 
 

@@ -4,8 +4,10 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from vllm_sparse_refit.errors import BaselineError, ConfigError
+from vllm_sparse_refit.errors import BaselineError, ConfigError, PluginNotEnabledError
+from vllm_sparse_refit.plugin import setting_now
 from vllm_sparse_refit.trainer.engine import LocalEngine, Reply, Workers
+from vllm_sparse_refit.trainer.keys import TrainerKeys
 from vllm_sparse_refit.trainer.routing import Routing, join_discoveries
 from vllm_sparse_refit.weight_version import WeightVersion
 
@@ -18,14 +20,16 @@ class Fleet:
 
     Args:
         llms: the engines, each a :class:`vllm.LLM`.
+        keys: of the trainer; every worker of an engine that is taken in must use the same kinds.
         timeout_s: longest wait for one control call, in seconds.
 
     Raises:
-        ConfigError: one is given twice or is of a kind that is not supported.
+        ConfigError: one is given twice, is of a kind that is not supported or uses other keys.
         PluginNotEnabledError: one runs without the plugin.
     """
 
-    def __init__(self, llms: Iterable[Any], *, timeout_s: float) -> None:
+    def __init__(self, llms: Iterable[Any], *, keys: TrainerKeys, timeout_s: float) -> None:
+        self._keys = keys
         self._timeout_s = timeout_s
         self._engines: list[LocalEngine] = []
         self._named = 0
@@ -63,7 +67,12 @@ class Fleet:
     def _connected(self, llm: Any) -> LocalEngine:
         if any(engine.is_engine_of(llm) for engine in self._engines):
             raise ConfigError("the new engine is connected already")
-        engine = LocalEngine(llm, f"engine {self._named}", timeout_s=self._timeout_s)
+        try:
+            engine = LocalEngine(llm, f"engine {self._named}", timeout_s=self._timeout_s)
+        except PluginNotEnabledError as error:
+            raise PluginNotEnabledError(f"{error}; {setting_now()}") from None
+        for reply in engine.call("sparse_refit_status"):
+            self._keys.check(f"{engine.name}, rank {reply['rank']}", reply)
         self._named += 1  # also over replacements, so that no two engines ever have one name
         return engine
 

@@ -1,9 +1,11 @@
 """What one sync did, for people and for logs."""
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final
 
 from vllm_sparse_refit.weight_version import WeightVersion
+
+_SHOWN: Final = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +84,12 @@ class VerificationReport:
         left_out = f"; {other} transformed tensors compared with the last update" if other else ""
         if self.ok:
             return f"{self.elements:,} elements compared, all equal{left_out}"
-        named = ", ".join(f"{n} ({', '.join(w)})" for n, w in list(self.different.items())[:5])
+        count = len(self.different)
+        named = [f"{n} ({', '.join(w)})" for n, w in self.different.items()][:_SHOWN]
+        more = f" and {count - _SHOWN} more" if count > _SHOWN else ""
         return (
-            f"{self.elements:,} elements compared, {len(self.different)} differ: {named}{left_out}"
+            f"{self.elements:,} elements compared, {count} tensor{'s differ' if count > 1 else ' differs'}: "
+            f"{', '.join(named)}{more}{left_out}"
         )
 
 

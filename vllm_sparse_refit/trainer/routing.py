@@ -1,7 +1,7 @@
 """From what every worker discovered to how each tensor is shipped."""
 
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ class Routing:
         tied: names that some engine takes from another tensor, and that tensor. They are sent like it,
             so that the workers can see that both change alike.
         uncovered: parameters of some worker that no tensor reaches.
+        narrowed: tensors that some worker casts to a dtype of fewer bits, and the name of that dtype.
     """
 
     skip: frozenset[str]
@@ -30,6 +31,7 @@ class Routing:
     dense: frozenset[str]
     tied: tuple[tuple[str, str], ...]
     uncovered: frozenset[str]
+    narrowed: Mapping[str, str]
 
 
 def join_discoveries(
@@ -60,6 +62,7 @@ def join_discoveries(
         dense=dense,
         tied=tuple(sorted(tied)),
         uncovered=frozenset().union(*(reply["uncovered"] for reply in replies)),
+        narrowed={name: kept for reply in replies for name, kept in reply["narrowed"].items()},
     )
 
 

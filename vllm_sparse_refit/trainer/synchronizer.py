@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from vllm_sparse_refit.codec.dtypes import dtype_name
-from vllm_sparse_refit.config import SyncConfig, read_api_key
+from vllm_sparse_refit.config import SyncConfig
 from vllm_sparse_refit.errors import (
     BaselineError,
     ConfigError,
@@ -25,6 +25,7 @@ from vllm_sparse_refit.trainer.engine import LocalEngine, Workers
 from vllm_sparse_refit.trainer.exported import NamedTensor
 from vllm_sparse_refit.trainer.fleet import Fleet
 from vllm_sparse_refit.trainer.history import RecordingSource, RetainedTransfer, TransferHistory
+from vllm_sparse_refit.trainer.keys import TrainerKeys
 from vllm_sparse_refit.trainer.producers import (
     Coordinator,
     ProducerGroup,
@@ -38,7 +39,6 @@ from vllm_sparse_refit.trainer.saved import describe, load_baseline, read_note, 
 from vllm_sparse_refit.trainer.transaction import Transaction
 from vllm_sparse_refit.trainer.verification import compare_digests
 from vllm_sparse_refit.trainer.weights import selected_weights
-from vllm_sparse_refit.transport.curve import read_client_keys
 from vllm_sparse_refit.weight_version import WeightVersion
 
 logger = logging.getLogger(__name__)
@@ -71,16 +71,13 @@ class WeightSynchronizer:
     def __init__(
         self, engines: Sequence[Any], config: SyncConfig, producers: ProducerGroup | None = None
     ) -> None:
-        # A key that is missing should not wait for the first sync to be noticed.
-        read_api_key(config.api_key_env_var)
-        read_client_keys(config.curve_key_file, config.curve_server_key_file)
         self._config = config
-        self._fleet = Fleet(engines, timeout_s=config.rpc_timeout_s)
         self._group: ProducerGroup = SingleProducer() if producers is None else producers
         if self._group.rank:
             raise ConfigError(
                 f"rank {self._group.rank} of the producers drives no engines; make a ProducerShard there"
             )
+        self._fleet = Fleet(engines, keys=TrainerKeys(config), timeout_s=config.rpc_timeout_s)
         self._tracker = DeltaCompressionTracker(config=config)
         self._version: WeightVersion | None = None
         self._dense_bytes = 0
@@ -90,7 +87,6 @@ class WeightSynchronizer:
         self._history = TransferHistory(config.retained_bytes)
         self._decisions = DecisionLog(config.state_dir)
         self._warn_of_doubt()
-        self.status()  # every worker answers
 
     def _warn_of_doubt(self) -> None:
         latest = self._decisions.latest
@@ -121,7 +117,8 @@ class WeightSynchronizer:
                 collective then.
 
         Raises:
-            ConfigError: there are none, one is given twice, or one is of a kind that is not supported.
+            ConfigError: there are none, one is given twice, one is of a kind that is not supported, or its
+                workers and the trainer use other keys.
             PluginNotEnabledError: an engine runs without the plugin.
         """
         llms = list(engines) if isinstance(engines, list | tuple) else [engines]
@@ -137,7 +134,8 @@ class WeightSynchronizer:
         The next sync finds out what the new one holds and brings it up.
 
         Raises:
-            ConfigError: ``old`` is not connected, or ``new`` is connected already or not supported.
+            ConfigError: ``old`` is not connected, or ``new`` is connected already, not supported, or uses
+                other keys; ``old`` stays then.
             PluginNotEnabledError: ``new`` runs without the plugin.
         """
         self._fleet.replace(old, new)
@@ -154,7 +152,7 @@ class WeightSynchronizer:
         """Take one more engine; the next sync finds out what it holds and brings it up.
 
         Raises:
-            ConfigError: it is connected already or not supported.
+            ConfigError: it is connected already, not supported, or uses other keys.
             PluginNotEnabledError: it runs without the plugin.
         """
         self._fleet.add(llm)
@@ -193,6 +191,7 @@ class WeightSynchronizer:
                 # By a trainer that died before it told everybody: what its engines wrote stays.
                 self._fleet.recover(decided)
             self._discover(self._fleet)
+            self._warn_of_casts()
             self._compare_samples()
             version = self._fleet.common_version()
             self._lineage, self._history = Lineage(), TransferHistory(self._config.retained_bytes)
@@ -272,6 +271,22 @@ class WeightSynchronizer:
             math.prod(shape) * dtype.itemsize
             for shape, dtype in self._tracker.state_dict_info.values()
         )
+
+    def _warn_of_casts(self) -> None:
+        """Say so where most tensors have more bits than the engines keep of them."""
+        assert self._routing is not None
+        casts, count = self._routing.narrowed, len(self._tracker.state_dict_info)
+        if 2 * len(casts) > count:
+            name, kept = next(iter(casts.items()))
+            logger.warning(
+                "sparse_refit: the engines keep %d of %d tensors in fewer bits (%s in %s, for one), and each "
+                "sync compares and sends bits that they drop; SyncConfig(dtype=%r) avoids that",
+                len(casts),
+                count,
+                name,
+                kept,
+                kept,
+            )
 
     def _compare_samples(self) -> None:
         """Refuse a snapshot of other weights than the engines hold: every later xor would be wrong."""

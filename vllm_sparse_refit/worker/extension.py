@@ -14,6 +14,7 @@ from vllm_sparse_refit.apply.applier import DEFAULT_SAMPLES
 from vllm_sparse_refit.checksum import checksum_hex
 from vllm_sparse_refit.codec.dtypes import dtype_from_name
 from vllm_sparse_refit.errors import EngineStateError, PluginNotEnabledError, RefitError
+from vllm_sparse_refit.plugin import setting_now
 from vllm_sparse_refit.transport.tree import DEFAULT_FANOUT
 from vllm_sparse_refit.worker.receiver import Receiver
 
@@ -41,7 +42,7 @@ def _receiver(worker: Any) -> Receiver:
     raise PluginNotEnabledError(
         "sparse_refit is installed but not enabled in this engine: name it in VLLM_PLUGINS "
         '(VLLM_PLUGINS=sparse_refit) or set additional_config={"sparse_refit": {}}, and start '
-        "the engine again"
+        f"the engine again; {setting_now()}"
     )
 
 

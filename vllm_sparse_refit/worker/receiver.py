@@ -14,6 +14,7 @@ from vllm_sparse_refit.apply.applier import Samples, VllmSparseDeltaApplier
 from vllm_sparse_refit.apply.discovery import TensorInfo
 from vllm_sparse_refit.apply.load_mode import LoadKind
 from vllm_sparse_refit.checksum import checksum_hex
+from vllm_sparse_refit.codec.dtypes import dtype_name
 from vllm_sparse_refit.codec.payload import DecodeLimits, decode_payload
 from vllm_sparse_refit.config import WorkerConfig
 from vllm_sparse_refit.errors import (
@@ -77,6 +78,11 @@ class Receiver:
         self._applier = applier
         self._config = config
         self._limits = limits
+        # Which keys, never what they are; of CURVE the public one.
+        self._keys = {
+            "api_key": api_key is not None,
+            "curve": None if curve is None else curve.public.decode(),
+        }
         self._lock = threading.Lock()
         self._state = State.IDLE
         self._transfer: Transfer | None = None
@@ -162,7 +168,12 @@ class Receiver:
 
     def status(self) -> dict[str, Any]:
         """What this worker is doing, as JSON types."""
-        return {**self._describe(), **self._applier.status(), "server": self._server.status()}
+        return {
+            **self._describe(),
+            **self._applier.status(),
+            "keys": dict(self._keys),
+            "server": self._server.status(),
+        }
 
     def _describe(self) -> dict[str, Any]:
         with self._lock:
@@ -199,6 +210,7 @@ class Receiver:
             "tied": dict(found.tied),
             "overwrite": found.names(LoadKind.TRANSFORM, LoadKind.DENSE),
             "dense": found.names(LoadKind.DENSE),
+            "narrowed": {name: dtype_name(dtype) for name, dtype in found.narrowed.items()},
             "aliases": [list(group) for group in found.aliases],
             "unsupported": found.unsupported,
             "packed": {layer.module: layer.reason for layer in found.packed},
