@@ -3,6 +3,7 @@
 import contextlib
 import multiprocessing
 import os
+import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -55,9 +56,13 @@ class ToyLLM:
         assert timeout is None, "vLLM's own time limit corrupts an engine"
         if self.in_process:
             return [worker.call(method, args, kwargs or {}) for worker in self.workers]
-        for worker in self.workers:
-            worker.calls.send((method, args, kwargs or {}))
-        replies = [worker.calls.recv() for worker in self.workers]
+        self._ensure_alive()
+        try:
+            for worker in self.workers:
+                worker.calls.send((method, args, kwargs or {}))
+            replies = [worker.calls.recv() for worker in self.workers]
+        except (EOFError, OSError):
+            threading.Event().wait()  # as vLLM waits for ever for an engine core that died
         for reply in replies:
             if isinstance(reply, BaseException):
                 raise reply
