@@ -136,20 +136,20 @@ def test_ctrl_c_in_a_terminal(tmp_path: Path) -> None:
     assert synced == fresh_state(after)
 
 
-@pytest.mark.parametrize("when", ["before", "during"])
-def test_an_engine_core_that_is_killed_around_a_call(when: str, tmp_path: Path) -> None:
+def test_an_engine_core_that_is_killed_while_a_call_waits(tmp_path: Path) -> None:
     before = build_checkpoint(tmp_path / "before", "llama")
     with engine(before, processes=True) as llm:
         sync = WeightSynchronizer.connect(llm)
         core = llm.llm_engine.engine_core.resources.engine_manager.processes[0]
-        if when == "before":
-            core.kill()
-        else:
-            os.kill(core.pid, signal.SIGSTOP)  # so that the call is not answered
-            threading.Timer(1, core.kill).start()
+        os.kill(core.pid, signal.SIGSTOP)  # so that the call is not answered
+        killer = threading.Timer(1, core.kill)
+        killer.start()
         started = time.monotonic()
         with pytest.raises(EngineStateError, match=r"engine 0 died.*replace_engine"):
             sync.status()
+        assert killer.finished.is_set()
         assert time.monotonic() - started < 10
         with pytest.raises(EngineStateError, match="engine 0 is broken"):
             sync.status()
+        with pytest.raises(EngineStateError, match=r"engine 0 died.*replace_engine"):
+            WeightSynchronizer.connect(llm)  # a call to one that is dead already

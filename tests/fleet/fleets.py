@@ -62,7 +62,8 @@ class ToyLLM:
                 worker.calls.send((method, args, kwargs or {}))
             replies = [worker.calls.recv() for worker in self.workers]
         except (EOFError, OSError):
-            threading.Event().wait()  # as vLLM waits for ever for an engine core that died
+            self.workers[0].closed.wait()  # as vLLM waits for ever for an engine core that died
+            raise
         for reply in replies:
             if isinstance(reply, BaseException):
                 raise reply
@@ -107,6 +108,7 @@ class WorkerProcess:
     """A worker of its own process and the pipe to it."""
 
     def __init__(self, seed: int, rank: int, config: dict[str, Any]) -> None:
+        self.closed = threading.Event()
         self.calls, theirs = CONTEXT.Pipe()
         self.address = f"\0sparse-refit-{uuid.uuid4()}"  # abstract: there is no file to remove
         self.process = CONTEXT.Process(
@@ -122,6 +124,7 @@ class WorkerProcess:
         self.calls.close()
         self.process.kill()  # also one that is stopped
         self.process.join(10)
+        self.closed.set()
 
 
 class Fleet:

@@ -224,7 +224,10 @@ class Transaction:
             try:
                 problems += self._abort_on(engine)
             except BaseException as interrupt:
-                problems.append(f"{engine.name} was being told to give the transfer up")
+                problems.append(
+                    f"{engine.name} was being told to give the transfer up when it was interrupted; the next "
+                    "sync says whether it can still be used"
+                )
                 interrupts.append(interrupt)
         if interrupts:
             for problem in problems:
