@@ -2,7 +2,9 @@
 
 import os
 import signal
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from tests.checkpoints import build_checkpoint, perturb_checkpoint
 from tests.engine.engines import checksums, engine, fresh_state, state, worker
 from vllm_sparse_refit import SyncConfig, WeightSynchronizer
 from vllm_sparse_refit.errors import EngineStateError, TransactionError, VersionMismatchError
+from vllm_sparse_refit.trainer.weights import named_weights
 
 pytestmark = pytest.mark.engine
 
@@ -95,3 +98,58 @@ def test_a_rank_that_fails_and_a_rank_that_is_killed(tmp_path: Path) -> None:
             synced = state(replacement)
             assert state(local) == synced
     assert synced == fresh_state(after)
+
+
+def test_ctrl_c_in_a_terminal(tmp_path: Path) -> None:
+    """It goes to every process of the group: the engine's ends while the trainer waits for its answer."""
+    before = build_checkpoint(tmp_path / "before", "llama")
+    after = tmp_path / "after"
+    perturb_checkpoint(before, after, fraction=0.1, change="values")
+    with (
+        engine(before) as local,
+        engine(before, processes=True, environment=TWO_RANKS) as remote,
+    ):
+        sync = WeightSynchronizer.connect([remote, local])
+        sync.snapshot(before)
+        old = state(local)
+        core = remote.llm_engine.engine_core.resources.engine_manager.processes[0]
+        group = [*remote.collective_rpc(_process_id), core.pid, os.getpid()]
+
+        def export() -> Iterator[Any]:
+            yield from named_weights(after)
+            for process in group:
+                os.kill(process, signal.SIGINT)
+            time.sleep(5)
+
+        started = time.monotonic()
+        with pytest.raises(KeyboardInterrupt) as caught:
+            sync.sync(export())
+        assert time.monotonic() - started < 60  # vLLM itself takes seconds to end
+        assert any("engine 0 died" in note for note in caught.value.__notes__)
+        assert not core.is_alive()
+        with pytest.raises(EngineStateError, match=r"engine 0 is broken.*replace_engine"):
+            sync.sync(after)
+        assert state(local) == old
+        sync.remove_engine(remote)
+        assert sync.sync(after).resynced == 0
+        synced = state(local)
+    assert synced == fresh_state(after)
+
+
+def test_an_engine_core_that_is_killed_while_a_call_waits(tmp_path: Path) -> None:
+    before = build_checkpoint(tmp_path / "before", "llama")
+    with engine(before, processes=True) as llm:
+        sync = WeightSynchronizer.connect(llm)
+        core = llm.llm_engine.engine_core.resources.engine_manager.processes[0]
+        os.kill(core.pid, signal.SIGSTOP)  # so that the call is not answered
+        killer = threading.Timer(1, core.kill)
+        killer.start()
+        started = time.monotonic()
+        with pytest.raises(EngineStateError, match=r"engine 0 died.*replace_engine"):
+            sync.status()
+        assert killer.finished.is_set()
+        assert time.monotonic() - started < 10
+        with pytest.raises(EngineStateError, match="engine 0 is broken"):
+            sync.status()
+        with pytest.raises(EngineStateError, match=r"engine 0 died.*replace_engine"):
+            WeightSynchronizer.connect(llm)  # a call to one that is dead already

@@ -70,6 +70,21 @@ def test_lora_state_can_be_reset() -> None:
     assert callable(GPUModelRunner.reset_lora_state)
 
 
+def test_a_call_waits_for_ever_for_an_engine_that_died_but_vllm_knows() -> None:
+    from vllm.v1.engine import core_client
+
+    client = core_client.SyncMPClient
+    # Nothing but an answer ends the wait.
+    assert "return future.result()" in inspect.getsource(client.call_utility)
+    # A thread of vLLM's own notices a death, so that asking costs nothing and waits for nothing.
+    assert "if self.resources.engine_dead:" in inspect.getsource(client.ensure_alive)
+    monitor = inspect.getsource(client.start_engine_core_monitor)
+    assert "_self.resources.engine_dead = True" in monitor
+    assert "Thread(" in monitor
+    # An engine in this process cannot die by itself.
+    assert not hasattr(core_client.InprocClient, "ensure_alive")
+
+
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("facts")

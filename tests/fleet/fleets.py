@@ -3,6 +3,7 @@
 import contextlib
 import multiprocessing
 import os
+import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -55,9 +56,14 @@ class ToyLLM:
         assert timeout is None, "vLLM's own time limit corrupts an engine"
         if self.in_process:
             return [worker.call(method, args, kwargs or {}) for worker in self.workers]
-        for worker in self.workers:
-            worker.calls.send((method, args, kwargs or {}))
-        replies = [worker.calls.recv() for worker in self.workers]
+        self._ensure_alive()
+        try:
+            for worker in self.workers:
+                worker.calls.send((method, args, kwargs or {}))
+            replies = [worker.calls.recv() for worker in self.workers]
+        except (EOFError, OSError):
+            self.workers[0].closed.wait()  # as vLLM waits for ever for an engine core that died
+            raise
         for reply in replies:
             if isinstance(reply, BaseException):
                 raise reply
@@ -102,6 +108,7 @@ class WorkerProcess:
     """A worker of its own process and the pipe to it."""
 
     def __init__(self, seed: int, rank: int, config: dict[str, Any]) -> None:
+        self.closed = threading.Event()
         self.calls, theirs = CONTEXT.Pipe()
         self.address = f"\0sparse-refit-{uuid.uuid4()}"  # abstract: there is no file to remove
         self.process = CONTEXT.Process(
@@ -117,6 +124,7 @@ class WorkerProcess:
         self.calls.close()
         self.process.kill()  # also one that is stopped
         self.process.join(10)
+        self.closed.set()
 
 
 class Fleet:

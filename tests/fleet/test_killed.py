@@ -5,10 +5,13 @@ The workers of a case go on into the next one, but for those that were killed; a
 
 import contextlib
 import itertools
+import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -156,6 +159,40 @@ def test_a_stopped_worker_is_not_waited_for(
         case.sync.sync(toy_weights(newer).items())
         case.held = newer
         case.assert_holds([newer] * engines)
+
+
+@pytest.mark.parametrize("first", [KeyboardInterrupt, RuntimeError])
+def test_ctrl_c_while_a_sync_is_given_up_ends_one_wait(
+    standing: Enter, first: type[BaseException]
+) -> None:
+    """The engines behind the one that is stopped are told all the same, and the caller gets Ctrl-C."""
+
+    def export(seed: int) -> Iterator[Any]:
+        yield from toy_weights(seed).items()
+        second.start()
+        raise first
+
+    with standing(3) as case:
+        old, new, newer = case.snapshot()
+        stopped, *others = case.fleet.llms
+        stopped.fault("sparse_refit_abort", "stop")
+        second = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+        started = time.monotonic()
+        with pytest.raises(KeyboardInterrupt) as caught:
+            case.sync.sync(export(new))
+        assert time.monotonic() - started < LIMITS["rpc_timeout_s"]
+        assert any(f"{case.names[0]} was being told" in note for note in caught.value.__notes__)
+        for llm in others:
+            (status,) = llm.collective_rpc("sparse_refit_status")
+            assert (status["state"], status["staged_bytes"]) == ("idle", 0)
+            assert llm.bits == {toy_bits(toy_weights(old))}
+        with pytest.raises(EngineStateError, match=f"{case.names[0]} is broken"):
+            case.sync.sync(toy_weights(new).items())
+        stopped.signal(signal.SIGCONT)
+        case.replace(0)
+        case.sync.sync(toy_weights(newer).items())
+        case.held = newer
+        case.assert_holds([newer] * 3)
 
 
 # --- trainers -------------------------------------------------------------------------------------

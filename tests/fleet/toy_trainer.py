@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
@@ -68,6 +69,7 @@ class RemoteWorker:
 
     def __init__(self, address: str) -> None:
         self.calls = Client(address, family="AF_UNIX")
+        self.closed = threading.Event()
         self.process = SimpleNamespace(is_alive=lambda: True)
 
 

@@ -313,6 +313,17 @@ def test_a_failed_stream_can_be_repeated() -> None:
     assert sorted(received.bodies) == sorted(f"w{i}".encode() for i in range(9))
 
 
+def test_an_interrupt_is_raised_whatever_failed_before_it() -> None:
+    def run() -> None:
+        with _Pipeline() as pipeline:
+            pipeline.fail(TransportError("no answer"))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        run()
+    assert caught.value.__notes__ == ["also failed: TransportError: no answer"]
+
+
 def test_the_first_error_is_raised_and_the_others_are_mentioned() -> None:
     def run() -> None:
         with _Pipeline() as pipeline:

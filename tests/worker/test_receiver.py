@@ -525,6 +525,21 @@ def test_a_rollback_that_fails_breaks_the_worker_for_good(
     assert rig.state == State.BROKEN
 
 
+def test_an_interrupt_of_a_rollback_waits_until_it_is_done(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted() -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    rig.advance(State.COMMITTED)
+    monkeypatch.setattr(rig.applier, "roll_back", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        rig.receiver.abort("t1")
+    assert (rig.state, rig.digest) == (State.IDLE, INITIAL)
+    assert_same_bits(rig.model, rig.before)
+
+
 def test_an_abort_does_not_mend_a_broken_worker(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.advance(State.COMMITTED)
     monkeypatch.setattr(rig.applier, "roll_back", _raise)

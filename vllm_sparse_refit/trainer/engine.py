@@ -16,8 +16,8 @@ from vllm_sparse_refit.errors import (
     TransactionError,
 )
 
-# How soon an owner that waits for a control call notices Ctrl-C.
-_INTERRUPT_CHECK_S = 0.5
+# How soon an owner that waits for a control call notices that the engine died.
+_DEATH_CHECK_S = 0.25
 
 Reply = dict[str, Any]
 # What the workers of one engine reported of themselves.
@@ -34,8 +34,10 @@ class LocalEngine:
 
     An engine with worker processes is never called again after a call that raised, was interrupted or took
     too long: it could answer with replies to earlier calls, or not at all. Such an engine is called in a
-    thread of its own while the owner waits, so that the wait has a limit; vLLM's own time limit would
-    corrupt it. An engine in this process is called directly: nothing of it can die by itself.
+    thread of its own while the owner waits, so that the wait ends at a limit, or when vLLM notices that a
+    process of the engine has died; vLLM's own time limit would corrupt it, and a call that waits while the
+    engine dies is never answered. An engine in this process is called directly: nothing of it can die by
+    itself.
 
     Args:
         llm: the engine.
@@ -115,19 +117,22 @@ class LocalEngine:
     def _control(self, what: str, call: Callable[[], T]) -> T:
         """Make one control call, within the time limit; an engine that fails it is broken."""
         self._check_usable()
+        self.check_alive()
         try:
-            return call() if self._in_process else self._within_limit(what, call)
+            return call() if self._in_process else self._within_limit(call)
         except BaseException as error:
             if not self._in_process:
                 # The reply may still be under way, and would be taken for that of a later call.
-                self._broken = f"{what} ended with {type(error).__name__}: {error}"
+                self._broken = f"{what} ended with {_in_words(error)}"
             if not isinstance(error, Exception):
                 raise
+            self.check_alive()  # a death says more than what it did to the call
             raise EngineStateError(
-                f"{self.name} failed in {what} ({type(error).__name__}: {error}); restart the engine"
+                f"{self.name} failed in {what} ({_in_words(error)}); restart the engine and give the new one "
+                "to replace_engine()"
             ) from error
 
-    def _within_limit(self, what: str, call: Callable[[], T]) -> T:
+    def _within_limit(self, call: Callable[[], T]) -> T:
         outcome: list[T] = []
         failure: list[BaseException] = []
 
@@ -141,7 +146,9 @@ class LocalEngine:
         deadline = time.monotonic() + self._timeout_s
         thread.start()
         while thread.is_alive() and (left := deadline - time.monotonic()) > 0:
-            thread.join(min(left, _INTERRUPT_CHECK_S))
+            thread.join(min(left, _DEATH_CHECK_S))
+            if thread.is_alive():
+                self.check_alive()  # without this it would wait for a dead process's answer
         if failure:
             raise failure[0]
         if not outcome:
@@ -200,9 +207,17 @@ class LocalEngine:
         self._control("sleep", lambda: self._llm.sleep(level=0, mode="keep"))
         try:
             yield
-        finally:
-            if self._broken is None:
-                self._control("wake_up", lambda: self._llm.wake_up(tags=["scheduling"]))
+        except BaseException as error:
+            try:
+                self._wake_up()
+            except RefitError as problem:
+                error.add_note(str(problem))
+            raise
+        self._wake_up()
+
+    def _wake_up(self) -> None:
+        if self._broken is None:
+            self._control("wake_up", lambda: self._llm.wake_up(tags=["scheduling"]))
 
     def reset_caches(self) -> None:
         """Drop what was computed with the old weights: prefix, multimodal and encoder caches.
@@ -243,7 +258,7 @@ class LocalEngine:
         try:
             ensure_alive()
         except Exception as error:
-            self._broken = f"{type(error).__name__}: {error}"
+            self._broken = _in_words(error)
             raise EngineStateError(
                 f"{self.name} died ({self._broken}); start another one and give it to replace_engine()"
             ) from error
@@ -263,6 +278,11 @@ class LocalEngine:
                 f"{self.name} is broken ({self._broken}); restart the engine and give the new one to "
                 "replace_engine(), or take it out with remove_engine()"
             )
+
+
+def _in_words(error: BaseException) -> str:
+    """Its class and what it says; Ctrl-C says nothing."""
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def _error_of(engine: str, reply: Reply) -> RefitError:

@@ -130,7 +130,7 @@ class Resync:
             transaction.resend(transfer.payloads)
             self._finish(transaction, len(transfer.payloads), pause)
         except BaseException as error:
-            _abort(transaction, error)
+            transaction.give_up(error)
             raise
 
     def _overwrite(
@@ -151,7 +151,7 @@ class Resync:
             counts = transaction.stream(self._tracker.tensors(), source)
             self._finish(transaction, counts["payloads"], pause)
         except BaseException as error:
-            _abort(transaction, error)
+            transaction.give_up(error)
             raise
         for engine, workers in engines.items():
             engine.call("sparse_refit_adopt", base.label, base.digest)
@@ -169,14 +169,9 @@ class Resync:
                 transaction.write()
             except BaseException as error:
                 # Still paused: no token may come from weights that are about to be taken back.
-                _abort(transaction, error)
+                transaction.give_up(error)
                 raise
             transaction.release_all()
 
     def _transaction(self, engines: Mapping[LocalEngine, Workers], label: str) -> Transaction:
         return Transaction(engines, self._config, sequence=self._next_sequence(), label=label)
-
-
-def _abort(transaction: Transaction, error: BaseException) -> None:
-    for problem in transaction.abort():
-        error.add_note(problem)

@@ -325,7 +325,8 @@ class _Pipeline:
             errors, self._errors = self._errors, []
         if not errors:
             return
-        first, *others = errors
+        # An interrupt must reach the caller as one, whatever else failed by then.
+        first, *others = sorted(errors, key=lambda each: isinstance(each, Exception))
         for other in others:
             first.add_note(f"also failed: {type(other).__name__}: {other}")
         if first is not propagating:

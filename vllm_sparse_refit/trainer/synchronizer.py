@@ -448,9 +448,10 @@ class WeightSynchronizer:
     def _give_up(self, transaction: Transaction, error: BaseException) -> None:
         """Leave everything as it was before the sync; what goes wrong with that is noted on ``error``."""
         self._tracker.on_sync_failed()
-        for problem in transaction.abort():
-            error.add_note(problem)
-        self._decisions.aborted(transaction.transfer_id)
+        try:
+            transaction.give_up(error)
+        finally:
+            self._decisions.aborted(transaction.transfer_id)
 
     def _checked_base(self, label: object, pause: bool) -> WeightVersion:
         if label is not None and not isinstance(label, str):
@@ -478,9 +479,8 @@ class WeightSynchronizer:
         return WeightVersion(label, digests.pop())
 
     def _end_empty(self, transaction: Transaction) -> None:
-        problems = transaction.abort()
         self._tracker.on_sync_succeeded()
-        if problems:
+        if problems := transaction.abort():
             raise TransactionError(f"an empty transfer could not be closed: {problems[0]}")
 
     def _commit(
@@ -501,8 +501,8 @@ class WeightSynchronizer:
                     self._decisions.write("final", transaction.transfer_id, base, version)
                 except BaseException as error:
                     # Still paused: no token may come from weights that are about to be taken back.
-                    self._give_up(transaction, error)
                     decided = True
+                    self._give_up(transaction, error)
                     raise
                 decided = True
                 retained = RetainedTransfer(base, version, tuple(source.payloads))

@@ -200,11 +200,49 @@ class Transaction:
         if problems := self.release():
             raise TransactionError(problems[0])
 
+    def give_up(self, error: BaseException) -> None:
+        """:meth:`abort` because of ``error``, for the caller to raise; what goes wrong is noted on it.
+
+        Raises:
+            BaseException: an interrupt of that, unless ``error`` is one itself.
+        """
+        try:
+            problems = self.abort()
+        except BaseException as interrupt:
+            if isinstance(error, Exception):
+                raise
+            problems = getattr(interrupt, "__notes__", [])
+        for problem in problems:
+            error.add_note(problem)
+
     def abort(self) -> list[str]:
-        """Give it up on every engine; returns what went wrong with that."""
-        problems = [engine.abort(self.transfer_id) for engine in self._engines]
-        while self._doubtful:
-            engine = self._doubtful.pop()
+        """Give it up on every engine; returns what went wrong with that.
+
+        Ctrl-C ends the wait for the engine that is being told, and the others are told all the same.
+
+        Raises:
+            BaseException: such an interrupt, after the last engine, with what went wrong as notes.
+        """
+        problems, interrupts = list[str](), list[BaseException]()
+        for engine in self._engines:
+            try:
+                problems += self._abort_on(engine)
+            except BaseException as interrupt:
+                problems.append(
+                    f"{engine.name} was being told to give the transfer up when it was interrupted; the next "
+                    "sync says whether it can still be used"
+                )
+                interrupts.append(interrupt)
+        if interrupts:
+            for problem in problems:
+                interrupts[0].add_note(problem)
+            raise interrupts[0]
+        return problems
+
+    def _abort_on(self, engine: LocalEngine) -> list[str]:
+        problems = [engine.abort(self.transfer_id)]
+        if engine in self._doubtful:
+            self._doubtful.remove(engine)
             try:
                 # Claims less than its ranks may think, until a resync makes it true.
                 engine.call("sparse_refit_adopt", "unknown", uuid.uuid4().hex)

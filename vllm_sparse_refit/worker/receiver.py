@@ -425,7 +425,13 @@ class Receiver:
         return {"aborted": True}
 
     def _give_up(self, transfer: Transfer, outcome: str) -> None:
-        self._roll_back()  # whatever was written, also by a commit that was interrupted
+        try:
+            self._roll_back()  # whatever was written, also by a commit that was interrupted
+        except KeyboardInterrupt:
+            self._end(
+                transfer, transfer.base, outcome
+            )  # all is back: nothing of it may be left open
+            raise
         self._end(transfer, transfer.base, outcome)
         level = logging.WARNING if transfer.checksums else logging.DEBUG
         logger.log(
@@ -530,8 +536,13 @@ class Receiver:
         logger.warning(message)
 
     def _roll_back(self) -> None:
+        interrupts: list[BaseException] = []
         try:
-            self._applier.roll_back()
+            try:
+                self._applier.roll_back()
+            except KeyboardInterrupt as interrupt:  # of the user in whose process the engine runs
+                interrupts.append(interrupt)
+                self._applier.roll_back()  # goes on where it was
         except BaseException as error:
             with self._lock:
                 self._state = State.BROKEN
@@ -539,6 +550,8 @@ class Receiver:
                 f"the rollback failed ({type(error).__name__}: {error}); this worker's weights are "
                 "mixed: restart or reload the engine"
             ) from error
+        if interrupts:
+            raise interrupts[0]
 
     def _end(self, transfer: Transfer, version: WeightVersion, outcome: str) -> None:
         with self._lock:
