@@ -87,7 +87,7 @@ class LocalEngine:
         ):
             raise PluginNotEnabledError(
                 f"{self.name} runs without the sparse_refit plugin: set VLLM_PLUGINS=sparse_refit (add it to "
-                "the list if there are others) before the engine starts"
+                f"the list if there are others) before the engine starts; {plugin.setting_now()}"
             )
 
     # --- RPCs ----------------------------------------------------------------------------------------

@@ -4,8 +4,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from vllm_sparse_refit.errors import BaselineError, ConfigError, PluginNotEnabledError
-from vllm_sparse_refit.plugin import setting_now
+from vllm_sparse_refit.errors import BaselineError, ConfigError
 from vllm_sparse_refit.trainer.engine import LocalEngine, Reply, Workers
 from vllm_sparse_refit.trainer.keys import TrainerKeys
 from vllm_sparse_refit.trainer.routing import Routing, join_discoveries
@@ -67,10 +66,7 @@ class Fleet:
     def _connected(self, llm: Any) -> LocalEngine:
         if any(engine.is_engine_of(llm) for engine in self._engines):
             raise ConfigError("the new engine is connected already")
-        try:
-            engine = LocalEngine(llm, f"engine {self._named}", timeout_s=self._timeout_s)
-        except PluginNotEnabledError as error:
-            raise PluginNotEnabledError(f"{error}; {setting_now()}") from None
+        engine = LocalEngine(llm, f"engine {self._named}", timeout_s=self._timeout_s)
         for reply in engine.call("sparse_refit_status"):
             self._keys.check(f"{engine.name}, rank {reply['rank']}", reply)
         self._named += 1  # also over replacements, so that no two engines ever have one name
