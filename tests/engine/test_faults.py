@@ -13,6 +13,7 @@ import torch
 
 from tests.checkpoints import build_checkpoint, perturb_checkpoint
 from tests.engine.engines import checksums, engine, fresh_state, state, worker
+from tests.transport.helpers import eventually, threads_named
 from vllm_sparse_refit import SyncConfig, WeightSynchronizer
 from vllm_sparse_refit.errors import EngineStateError, TransactionError, VersionMismatchError
 from vllm_sparse_refit.trainer.weights import named_weights
@@ -98,6 +99,12 @@ def test_a_rank_that_fails_and_a_rank_that_is_killed(tmp_path: Path) -> None:
             synced = state(replacement)
             assert state(local) == synced
     assert synced == fresh_state(after)
+    _assert_nothing_waits()
+
+
+def _assert_nothing_waits() -> None:
+    """The threads of calls that were never answered have ended, and hold no dead engine."""
+    assert eventually(lambda: not threads_named("sparse-refit-control"))
 
 
 def test_ctrl_c_in_a_terminal(tmp_path: Path) -> None:
@@ -134,6 +141,7 @@ def test_ctrl_c_in_a_terminal(tmp_path: Path) -> None:
         assert sync.sync(after).resynced == 0
         synced = state(local)
     assert synced == fresh_state(after)
+    _assert_nothing_waits()
 
 
 def test_an_engine_core_that_is_killed_while_a_call_waits(tmp_path: Path) -> None:
@@ -153,3 +161,4 @@ def test_an_engine_core_that_is_killed_while_a_call_waits(tmp_path: Path) -> Non
             sync.status()
         with pytest.raises(EngineStateError, match=r"engine 0 died.*replace_engine"):
             WeightSynchronizer.connect(llm)  # a call to one that is dead already
+    _assert_nothing_waits()

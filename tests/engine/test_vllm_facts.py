@@ -75,7 +75,11 @@ def test_a_call_waits_for_ever_for_an_engine_that_died_but_vllm_knows() -> None:
 
     client = core_client.SyncMPClient
     # Nothing but an answer ends the wait.
-    assert "return future.result()" in inspect.getsource(client.call_utility)
+    call = inspect.getsource(client.call_utility)
+    assert "return future.result()" in call
+    # Which can be given by whoever knows that none will come.
+    assert "future: Future[Any] = Future()" in call
+    assert "self.utility_results[call_id] = future" in call
     # A thread of vLLM's own notices a death, so that asking costs nothing and waits for nothing.
     assert "if self.resources.engine_dead:" in inspect.getsource(client.ensure_alive)
     monitor = inspect.getsource(client.start_engine_core_monitor)

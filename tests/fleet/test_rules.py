@@ -16,7 +16,7 @@ from tests.apply.toys import TOYS
 from tests.fleet import toy_worker
 from tests.fleet.fleets import Fleet, toy_fleet
 from tests.fleet.toy_worker import BF16, toy_weights
-from vllm_sparse_refit import SyncConfig, WeightSynchronizer
+from vllm_sparse_refit import SyncConfig, WeightSynchronizer, plugin
 from vllm_sparse_refit.apply.load_mode import LoadKind
 from vllm_sparse_refit.errors import (
     BaselineError,
@@ -146,11 +146,9 @@ def test_one_warning_for_weights_of_more_bits_than_the_engines_keep(
 def test_a_misspelt_list_of_plugins_is_quoted(
     fleet: Fleet, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def inspect(engine: LocalEngine, _: Any) -> Any:
-        raise PluginNotEnabledError(f"{engine.name} runs without it")
-
     monkeypatch.setenv("VLLM_PLUGINS", value)
-    monkeypatch.setattr(LocalEngine, "_inspect", inspect)
+    monkeypatch.setattr(plugin, "is_registered", lambda: False)
+    monkeypatch.setattr(LocalEngine, "_inspect", lambda engine, _: engine._require_plugin())
     with pytest.raises(
         PluginNotEnabledError, match=rf"engine 0 .*VLLM_PLUGINS is {value!r} now.*without spaces"
     ):

@@ -1,5 +1,6 @@
 """Control calls to one vLLM engine: the plugin's RPCs, pausing, and the caches that hold old weights."""
 
+import concurrent.futures
 import contextlib
 import secrets
 import threading
@@ -258,6 +259,7 @@ class LocalEngine:
         try:
             ensure_alive()
         except Exception as error:
+            _end_unanswered(core, error)
             self._broken = _in_words(error)
             raise EngineStateError(
                 f"{self.name} died ({self._broken}); start another one and give it to replace_engine()"
@@ -278,6 +280,14 @@ class LocalEngine:
                 f"{self.name} is broken ({self._broken}); restart the engine and give the new one to "
                 "replace_engine(), or take it out with remove_engine()"
             )
+
+
+def _end_unanswered(core: Any, error: Exception) -> None:
+    """Give the calls that a dead engine will not answer that error: their threads would wait for ever."""
+    for answer in list(getattr(core, "utility_results", {}).values()):
+        # Unless one was answered just before.
+        with contextlib.suppress(concurrent.futures.InvalidStateError):
+            answer.set_exception(error)
 
 
 def _in_words(error: BaseException) -> str:
