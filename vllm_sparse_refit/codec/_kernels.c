@@ -213,7 +213,8 @@ static inline void put_pair_64(uint64_t *pair, uint64_t old, uint64_t new) {
     if (prior) memcpy(prior, sum, sizeof sum);                                                 \
   }
 
-/* `to_values` has room for two of each element. With `prior`, that takes the digest of the old bits. */
+/* `to_values` has room for two of each element. With `prior`, that takes the digest of the old bits.
+ * What is scanned is fetched as if for once only, so that it pushes less out of the caches. */
 #define DEFINE_FIND(ISA, ATTRIBUTE, BITS, T, LBITS, L)                                    \
   DEFINE_VALUES_OF_PAIRS(ISA, ATTRIBUTE, BITS, T, LBITS, L)                               \
   ATTRIBUTE static Py_ssize_t find_##ISA##_##BITS##_##LBITS(                              \
@@ -223,8 +224,8 @@ static inline void put_pair_64(uint64_t *pair, uint64_t old, uint64_t new) {
     T *pairs = to_values;                                                                 \
     Py_ssize_t found = 0, at = 0, step = BLOCK_BYTES / sizeof(T);                         \
     for (; at + step <= n; at += step) {                                                  \
-      __builtin_prefetch(old + at * sizeof(T) + AHEAD_BYTES, 0, 0);                             \
-      __builtin_prefetch(new + at * sizeof(T) + AHEAD_BYTES, 0, 0);                             \
+      __builtin_prefetch(old + at * sizeof(T) + AHEAD_BYTES, 0, 0);                       \
+      __builtin_prefetch(new + at * sizeof(T) + AHEAD_BYTES, 0, 0);                       \
       uint64_t mask = mask_##ISA##_##BITS(old + at * sizeof(T), new + at * sizeof(T));    \
       EMIT(ISA, BITS, T, L)                                                               \
     }                                                                                     \

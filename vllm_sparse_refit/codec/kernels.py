@@ -54,16 +54,19 @@ def scratch(purpose: str, size: int, dtype: npt.DTypeLike) -> _Array:
     Fresh memory of such sizes comes from the system page by page, which takes longer than all that is
     done with it. Only what was ever written to is really taken.
     """
-    held: dict[str, tuple[_Array, _Array]] = _of_thread.__dict__
-    whole, last = held.get(purpose, (_NOTHING, _NOTHING))
-    if last.size == size and last.dtype == dtype:
-        return last
     nbytes = size * np.dtype(dtype).itemsize
-    if whole.size < nbytes:
-        whole = np.empty(nbytes, np.uint8)
-    last = whole[:nbytes].view(dtype)
-    held[purpose] = whole, last
-    return last
+    return _at_least(purpose, nbytes)[:nbytes].view(dtype)
+
+
+def _at_least(purpose: str, nbytes: int) -> _Array:
+    """As :func:`scratch`, uint8, with all the memory that there is: sizes differ from call to call."""
+    held: dict[str, _Array] = _of_thread.__dict__
+    memory = held.get(purpose, _NOTHING)
+    if memory.size < nbytes:
+        # Not numpy's own, which asks for huge pages: those are cleared 2 MiB at a time.
+        pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = held[purpose] = np.frombuffer(pages, np.uint8)
+    return memory
 
 
 def find_changes(
@@ -150,16 +153,6 @@ def code_changes(chunks: list[ChunkArrays]) -> list[CodedChanges]:
         _at_least("codes of chunks", room),
     )
     return [CodedChanges(*codes) for codes in found]
-
-
-def _at_least(purpose: str, nbytes: int) -> _Array:
-    """As :func:`scratch`, uint8, with all the memory that there is: sizes differ from call to call."""
-    held: dict[str, _Array] = _of_thread.__dict__.setdefault("memory", {})
-    memory = held.get(purpose, _NOTHING)
-    if memory.size < nbytes:
-        pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory = held[purpose] = np.frombuffer(pages, np.uint8)
-    return memory
 
 
 def encode_gaps(locations: _Array, gaps: _Array, wide: _Array) -> int:

@@ -153,7 +153,7 @@ def write_planes(parts: list[tuple[int, bytes]], /) -> dict[int, bytes]:
     for plane in range(8):
         kept = [array for array in arrays if array.itemsize > plane]
         content = b"".join((array >> 8 * plane).astype(np.uint8).tobytes() for array in kept)
-        if content if plane == 0 else any(content):
+        if content if plane == 0 else np.frombuffer(content, np.uint8).any():
             planes[plane] = content
     return planes
 

@@ -428,9 +428,8 @@ class Receiver:
         try:
             self._roll_back()  # whatever was written, also by a commit that was interrupted
         except KeyboardInterrupt:
-            self._end(
-                transfer, transfer.base, outcome
-            )  # all is back: nothing of it may be left open
+            # Raised when all is back, so nothing of it may be left open.
+            self._end(transfer, transfer.base, outcome)
             raise
         self._end(transfer, transfer.base, outcome)
         level = logging.WARNING if transfer.checksums else logging.DEBUG
